@@ -1,0 +1,114 @@
+"""Rewards of a group to advantages.
+
+Within a group of G images of one prompt, for each reward r, noisy step k and granularity j by itself,
+
+    z = (r - mean_G r) / (std_G r + eps)                      (GRPO, arXiv:2402.03300)
+    A[k, g] = clip( sum_r w_r sum_j z[r, k, j, g],  +- clip )  (G2RPO, arXiv:2510.01982, Eq. 11)
+
+so a reward's own scale and offset drop out and only the weights decide what counts how much. A method that
+judges a whole path by one image has one k and one j, and broadcasts. Flow-GRPO (arXiv:2505.05470) takes the
+spread of the whole batch instead of the group's.
+
+Two traps of released code end here. A group of equal float32 rewards leaves a rounding residue which, over
+eps = 1e-8, reads as an advantage of 18: a spread below rounding counts as none. And one not-a-number makes
+every advantage one: an invalid member is left out of its step's statistics and gets 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Rewards come in float32 at best, whatever the dtype of their tensor: a spread within these units is none.
+ROUNDING_UNITS = 8
+
+
+def group_advantages(
+    rewards: Tensor,
+    weights: Tensor | None = None,
+    clip: float | None = 5.0,
+    *,
+    valid: Tensor | None = None,
+    eps: float = 1e-8,
+    ddof: int = 1,
+    std: Tensor | None = None,
+    trim: float = 0.0,
+) -> Tensor:
+    """Standardise within each group, then sum over rewards (weighted) and granularities, then clip.
+
+    Args:
+        rewards: scores [R, K, J, G], each reward on its own scale. Not a number = invalid.
+        weights: [R], unitless; None = 1 each.
+        clip: bound of the sum; None = unbounded.
+        valid: [K, G], False leaves the member out of every (reward, granularity) of its step.
+        eps: added to the standard deviation.
+        ddof: 1 = unbiased, 0 = biased standard deviation.
+        std: [R], the spread from outside (such as `pooled_std` of the batch) instead of each group's own.
+        trim: leave the int(trim G) lowest rewards out of mean and std (MixGRPO's option).
+
+    Returns:
+        [K, G]; float64 for float64 rewards, else float32. A row sums to 0 before clipping. A spread of at
+        most 8 float32 rounding units of max |r| gives 0, and so do fewer than 2 valid members.
+
+    Raises:
+        ValueError: shapes that do not fit, trim outside [0, 1).
+    """
+    if rewards.ndim != 4:
+        raise ValueError(f"rewards must be [R, K, J, G], got shape {tuple(rewards.shape)}")
+    if not 0 <= trim < 1:
+        raise ValueError(f"trim is the share of rewards left out, in [0, 1), got {trim}")
+    num_rewards, _, _, group_size = rewards.shape
+    for name, given in (("weights", weights), ("std", std)):
+        if given is not None and given.shape != (num_rewards,):
+            raise ValueError(f"{name} must be [{num_rewards}], one per reward, got {tuple(given.shape)}")
+    r = rewards.double()
+    usable = r.isfinite().all(dim=2).all(dim=0)  # [K, G]
+    if valid is not None:
+        usable = usable & valid.to(r.device)
+    usable = usable[None, :, None, :]
+    r = r.where(usable, 0.0)
+    counted = usable.expand(torch.broadcast_shapes(usable.shape, r.shape))
+    r = r.expand(counted.shape)
+    if trim:
+        lowest = r.masked_fill(~counted, torch.inf).argsort(dim=-1, stable=True).argsort(-1) < int(
+            trim * group_size
+        )
+        counted = counted & ~lowest
+
+    count = counted.sum(-1, keepdim=True)
+    mean = r.where(counted, 0.0).sum(-1, keepdim=True) / count.clamp(min=1)
+    deviation = (r - mean).where(usable, 0.0)
+    if std is None:
+        squares = deviation.where(counted, 0.0).square().sum(-1, keepdim=True)
+        spread = (squares / (count - ddof).clamp(min=1)).sqrt()
+    else:
+        spread = std.to(r)[:, None, None, None]
+    z = deviation / (spread + eps)
+    z = z.masked_fill(_is_flat(r, usable) | (count < 2), 0.0)
+
+    weight = torch.ones(num_rewards) if weights is None else weights
+    advantages = (weight.to(r)[:, None, None, None] * z).sum(dim=(0, 2))
+    if clip is not None:
+        advantages = advantages.clamp(-clip, clip)
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def pooled_std(rewards: Tensor, *, ddof: int = 0) -> Tensor:
+    """Standard deviation of each reward over everything given, [R, ...] -> [R]; not-a-numbers left out.
+
+    Flow-GRPO's `global_std`, biased there. With one value or none it is 0.
+    """
+    r = rewards.double().flatten(1)
+    counted = r.isfinite()
+    count = counted.sum(1)
+    mean = r.where(counted, 0.0).sum(1) / count.clamp(min=1)
+    squares = (r - mean[:, None]).where(counted, 0.0).square().sum(1)
+    return (squares / (count - ddof).clamp(min=1)).sqrt()
+
+
+def _is_flat(r: Tensor, usable: Tensor) -> Tensor:
+    """[R, K, J, 1]: is the spread of the usable rewards one of rounding alone?"""
+    highest = r.masked_fill(~usable, -torch.inf).amax(-1, keepdim=True)
+    lowest = r.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
+    size = r.abs().amax(-1, keepdim=True)  # unusable ones are 0 by now
+    return ~(highest - lowest > ROUNDING_UNITS * torch.finfo(torch.float32).eps * size)

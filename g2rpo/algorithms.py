@@ -1,0 +1,246 @@
+"""The methods, as data.
+
+An Algorithm is a plan rule, a step rule, an advantage rule, a loss and an update rule. Only the presets
+below know methods' names; nothing else in the package asks which one runs. A preset's keywords are the
+settings that it takes, and their defaults are its paper's.
+
+    g2rpo, g2rpo_single   arXiv:2510.01982      flow_grpo   arXiv:2505.05470
+    dance_grpo            arXiv:2505.07818      mix_grpo    arXiv:2507.21802
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from g2rpo.plans import EveryStep, PlanRule, Singular, Window
+from g2rpo.sde import STEP_RULES
+
+UPDATES = ("once", "per_step")
+SPREADS = ("group", "batch")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a trainer needs to know of a method.
+
+    Attributes:
+        plan: rule that gives each iteration's plan.
+        num_steps: T of the training trajectories.
+        shift: of their schedule.
+        diffusion: step rule, "flow", "dance" or "cps".
+        eta: noise strength of the step rule.
+        clip_range: of the ratio.
+        advantage_clip: bound of the summed advantages; None = unbounded.
+        advantage_std: spread that rewards are divided by, of their "group" or of the whole "batch".
+        advantage_eps: added to that spread.
+        advantage_ddof: 1 = unbiased spread, 0 = biased.
+        normalize_weights: divide the rewards' weights by their sum.
+        kl_beta: weight of the KL to the reference; 0 = none, and no reference forward.
+        update: optimizer steps per rollout: "once" (gradients of all noisy steps together) or "per_step".
+    """
+
+    plan: PlanRule
+    num_steps: int
+    shift: float
+    diffusion: str
+    eta: float
+    clip_range: float
+    advantage_clip: float | None
+    advantage_std: str
+    kl_beta: float
+    update: str
+    advantage_eps: float = 1e-8
+    advantage_ddof: int = 1
+    normalize_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("diffusion", STEP_RULES), ("update", UPDATES), ("advantage_std", SPREADS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(allowed)}")
+        for name in ("eta", "kl_beta"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.diffusion == "cps" and self.eta > 1:
+            raise ValueError(
+                f"with diffusion='cps', eta is the share of fresh noise, at most 1; got {self.eta}"
+            )
+        if not self.clip_range > 0:
+            raise ValueError(f"clip_range must be > 0, got {self.clip_range}")
+        if self.advantage_clip is not None and not self.advantage_clip > 0:
+            raise ValueError(f"advantage_clip must be > 0, or None for no bound, got {self.advantage_clip}")
+        self.plan.plan(self.num_steps, 0, 0)  # a rule that does not fit num_steps says so here
+
+
+def g2rpo(
+    *,
+    num_steps: int = 16,
+    shift: float = 3.0,
+    train_steps: int | Sequence[int] = 8,
+    granularities: Sequence[int] = (1, 2, 3),
+    tail_rule: str = "released",
+    eta: float = 0.7,
+    diffusion: str = "flow",
+    clip_range: float = 1e-4,
+    advantage_clip: float | None = 5.0,
+    advantage_std: str = "group",
+    kl_beta: float = 0.0,
+    update: str = "once",
+) -> Algorithm:
+    """G2RPO (arXiv:2510.01982): one noisy step at a time, judged at several granularities.
+
+    `train_steps` is the first n steps or a list. The released training scripts use strides 1 and 2, the
+    paper 1, 2 and 3.
+    """
+    steps = range(train_steps) if isinstance(train_steps, int) else train_steps
+    return Algorithm(
+        plan=Singular(tuple(steps), tuple(granularities), tail_rule),
+        num_steps=num_steps,
+        shift=shift,
+        diffusion=diffusion,
+        eta=eta,
+        clip_range=clip_range,
+        advantage_clip=advantage_clip,
+        advantage_std=advantage_std,
+        kl_beta=kl_beta,
+        update=update,
+    )
+
+
+def g2rpo_single(
+    *,
+    num_steps: int = 16,
+    shift: float = 3.0,
+    train_steps: int | Sequence[int] = 8,
+    eta: float = 0.7,
+    diffusion: str = "flow",
+    clip_range: float = 1e-4,
+    advantage_clip: float | None = 5.0,
+    advantage_std: str = "group",
+    kl_beta: float = 0.0,
+    update: str = "once",
+) -> Algorithm:
+    """G2RPO with Lambda = {1}: singular noise, every tail at full length (both tail rules agree there)."""
+    return g2rpo(
+        num_steps=num_steps,
+        shift=shift,
+        train_steps=train_steps,
+        granularities=(1,),
+        eta=eta,
+        diffusion=diffusion,
+        clip_range=clip_range,
+        advantage_clip=advantage_clip,
+        advantage_std=advantage_std,
+        kl_beta=kl_beta,
+        update=update,
+    )
+
+
+def flow_grpo(
+    *,
+    num_steps: int = 6,
+    shift: float = 3.0,
+    eta: float = 0.9,
+    diffusion: str = "flow",
+    clip_range: float = 1e-4,
+    advantage_clip: float | None = 5.0,
+    advantage_std: str = "batch",
+    kl_beta: float = 0.0,
+    update: str = "once",
+) -> Algorithm:
+    """Flow-GRPO (arXiv:2505.05470) with its FLUX settings: noise on every step, the batch's spread.
+
+    Left out: its two updates per collection. For SD3.5-M it uses num_steps 10, eta 0.7 and a KL.
+    """
+    return Algorithm(
+        plan=EveryStep(),
+        num_steps=num_steps,
+        shift=shift,
+        diffusion=diffusion,
+        eta=eta,
+        clip_range=clip_range,
+        advantage_clip=advantage_clip,
+        advantage_std=advantage_std,
+        kl_beta=kl_beta,
+        update=update,
+        advantage_eps=1e-4,
+        advantage_ddof=0,
+    )
+
+
+def dance_grpo(
+    *,
+    num_steps: int = 16,
+    shift: float = 3.0,
+    train_fraction: float = 0.6,
+    eta: float = 0.3,
+    diffusion: str = "dance",
+    clip_range: float = 1e-4,
+    advantage_clip: float | None = 5.0,
+    advantage_std: str = "group",
+    kl_beta: float = 0.0,
+    update: str = "per_step",
+) -> Algorithm:
+    """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
+
+    Its several optimizer steps per iteration go by chunks of members there, by noisy step here.
+    """
+    return Algorithm(
+        plan=EveryStep(train_fraction),
+        num_steps=num_steps,
+        shift=shift,
+        diffusion=diffusion,
+        eta=eta,
+        clip_range=clip_range,
+        advantage_clip=advantage_clip,
+        advantage_std=advantage_std,
+        kl_beta=kl_beta,
+        update=update,
+    )
+
+
+def mix_grpo(
+    *,
+    num_steps: int = 25,
+    shift: float = 3.0,
+    window: int = 4,
+    window_hold: int = 25,
+    window_stride: int = 1,
+    window_order: str = "progressive",
+    roll_back: bool = True,
+    flash: float | None = None,
+    eta: float = 0.7,
+    diffusion: str = "flow",
+    clip_range: float = 1e-4,
+    advantage_clip: float | None = 5.0,
+    advantage_std: str = "group",
+    kl_beta: float = 0.0,
+    update: str = "once",
+) -> Algorithm:
+    """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
+
+    `flash` = 0.4 is MixGRPO-Flash (second-order tail on fewer points); Flash* is 0.2 with window_stride 0.
+    Weights of several rewards are divided by their sum, as there.
+    """
+    return Algorithm(
+        plan=Window(window, window_hold, window_stride, window_order, roll_back, flash, shift),
+        num_steps=num_steps,
+        shift=shift,
+        diffusion=diffusion,
+        eta=eta,
+        clip_range=clip_range,
+        advantage_clip=advantage_clip,
+        advantage_std=advantage_std,
+        kl_beta=kl_beta,
+        update=update,
+        normalize_weights=True,
+    )
+
+
+PRESETS: dict[str, Callable[..., Algorithm]] = {
+    "g2rpo": g2rpo,
+    "g2rpo_single": g2rpo_single,
+    "flow_grpo": flow_grpo,
+    "dance_grpo": dance_grpo,
+    "mix_grpo": mix_grpo,
+}

@@ -1,0 +1,100 @@
+"""Noise levels of a trajectory, and the shorter ways along them to the image.
+
+Rectified flow walks x from sigma = 1 (noise) to sigma = 0 (image) over T steps,
+
+    sigma(t) = shift t / (1 + (shift - 1) t),   t = 1, 1 - 1/T, ..., 0          (SD3, arXiv:2403.03206)
+
+A *tail* is a list of positions of that schedule, from an explored state to the image. Its stride is the
+granularity lambda of G2RPO (arXiv:2510.01982, Eq. 10); the released code strides from the noise end, the
+paper's equation from the image end, and both are here. MixGRPO-Flash (arXiv:2507.21802) replaces what
+follows its window by fewer points, spread evenly over the unshifted time that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def shifted_sigmas(num_steps: int, shift: float = 3.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Noise levels [T + 1], falling from exactly 1 to exactly 0.
+
+    sigma = shift t / (1 + (shift - 1) t); shift 1 is even spacing, more spends more steps near the noise.
+
+    Raises:
+        ValueError: num_steps < 1 or shift <= 0.
+    """
+    if num_steps < 1 or not shift > 0:
+        raise ValueError(f"need num_steps >= 1 and shift > 0, got {num_steps=}, {shift=}")
+    # Worked out in the dtype asked for: int(1000 sigma) of the released code hangs on the last float32 bit.
+    sigmas = _shifted(torch.linspace(1, 0, num_steps + 1, dtype=dtype), shift)
+    sigmas[0] = (
+        1  # for some shifts the quotient rounds to a neighbour of 1, and 1 is where "flow" has its pole
+    )
+    return sigmas
+
+
+def compressed_sigmas(
+    num_steps: int,
+    last_noise_step: int,
+    ratio: float,
+    shift: float = 3.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """MixGRPO-Flash's levels after the window: n points from sigma[last_noise_step + 1] to exactly 0.
+
+    n = max(int((T - last_noise_step) ratio), 2), evenly spaced in unshifted t, then shifted. The released
+    code allows n = 1, which ends the trajectory above 0, on a noisy image; here the image is always reached.
+
+    Raises:
+        ValueError: last_noise_step outside 0..num_steps - 2, or ratio outside (0, 1].
+    """
+    if not 0 <= last_noise_step <= num_steps - 2 or not 0 < ratio <= 1:
+        raise ValueError(
+            f"need 0 <= last_noise_step <= {num_steps - 2} and 0 < ratio <= 1, "
+            f"got {last_noise_step=}, {ratio=}"
+        )
+    num_points = max(int((num_steps - last_noise_step) * ratio), 2)
+    start = torch.linspace(1, 0, num_steps + 1, dtype=dtype)[last_noise_step + 1]
+    return _shifted(torch.linspace(float(start), 0, num_points, dtype=dtype), shift)
+
+
+def tail(num_steps: int, start: int, granularity: int, rule: str = "released") -> list[int]:
+    """Positions of the ODE from `start` to the image: evaluated at all but the last, num_steps.
+
+    "released": start, then start + 1, start + 1 + granularity, ... up to num_steps; the last one listed is
+        not evaluated, so where the stride misses num_steps the last jump is the longer one.
+    "paper" (arXiv:2510.01982, Eq. 10): start, then every later i with (num_steps - 1 - i) divisible by
+        the granularity, so num_steps - 1 is always evaluated.
+
+    Raises:
+        ValueError: granularity < 1, start outside 0..num_steps, unknown rule.
+    """
+    if granularity < 1 or not 0 <= start <= num_steps:
+        raise ValueError(f"need granularity >= 1 and 0 <= start <= {num_steps}, got {granularity=}, {start=}")
+    if rule not in TAIL_RULES:
+        raise ValueError(f"unknown tail rule {rule!r}: use one of {', '.join(map(repr, TAIL_RULES))}")
+    if start == num_steps:
+        return [num_steps]
+    return [*TAIL_RULES[rule](num_steps, start, granularity), num_steps]
+
+
+def _shifted(time: Tensor, shift: float) -> Tensor:
+    return shift * time / (1 + (shift - 1) * time)
+
+
+def _released_tail(num_steps: int, start: int, granularity: int) -> list[int]:
+    return [start, *range(start + 1, num_steps + 1, granularity)][:-1]
+
+
+def _paper_tail(num_steps: int, start: int, granularity: int) -> list[int]:
+    return [start, *(i for i in range(start + 1, num_steps) if (num_steps - 1 - i) % granularity == 0)]
+
+
+TAIL_RULES: dict[str, Callable[[int, int, int], list[int]]] = {
+    "released": _released_tail,
+    "paper": _paper_tail,
+}

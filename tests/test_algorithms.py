@@ -1,0 +1,78 @@
+import inspect
+
+import pytest
+
+from g2rpo.algorithms import PRESETS, dance_grpo, flow_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.plans import EveryStep, Singular, Window
+
+COMMON = {
+    *("num_steps", "shift", "eta", "diffusion", "clip_range"),
+    *("advantage_clip", "advantage_std", "kl_beta", "update"),
+}
+
+
+def test_defaults_are_the_papers():
+    ours = g2rpo()
+    assert ours.plan == Singular(tuple(range(8)), (1, 2, 3), "released")
+    assert (ours.num_steps, ours.shift, ours.eta, ours.diffusion) == (16, 3.0, 0.7, "flow")
+    assert (ours.clip_range, ours.advantage_clip, ours.kl_beta, ours.update) == (1e-4, 5.0, 0.0, "once")
+    assert g2rpo_single().plan == Singular(tuple(range(8)), (1,))
+    assert flow_grpo().plan == EveryStep()
+    assert (flow_grpo().advantage_std, flow_grpo().advantage_eps, flow_grpo().advantage_ddof) == (
+        "batch",
+        1e-4,
+        0,
+    )
+    assert dance_grpo().plan == EveryStep(0.6)
+    assert (dance_grpo().diffusion, dance_grpo().eta) == ("dance", 0.3)
+    assert mix_grpo().plan == Window(4, 25, 1)
+    assert (mix_grpo().num_steps, mix_grpo().normalize_weights) == (25, True)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_options_are_keywords_with_defaults(name):
+    parameters = inspect.signature(PRESETS[name]).parameters
+    assert set(parameters) >= COMMON
+    for parameter in parameters.values():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameter.default is not inspect.Parameter.empty
+
+
+def test_options_reach_the_plan():
+    assert g2rpo(train_steps=[2, 5], granularities=[1, 4], tail_rule="paper").plan == Singular(
+        (2, 5), (1, 4), "paper"
+    )
+    assert g2rpo(train_steps=3).plan == Singular((0, 1, 2))
+    assert g2rpo_single(train_steps=3).plan == Singular((0, 1, 2), (1,))
+    flash = mix_grpo(flash=0.2, window_stride=0, shift=1.0).plan.plan(25, 0, 99)
+    assert flash.solver == "dpm2m" and flash.noise_steps == (0, 1, 2, 3)
+    # int(22 * 0.2) = 4 points: the window's end, t = 21/25 * 2/3 and 1/3, and 0
+    assert flash.extra_sigmas == pytest.approx((0.56, 0.28, 0.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"diffusion": "sde"}, "flow, dance, cps"),
+        ({"update": "twice"}, "once, per_step"),
+        ({"advantage_std": "global"}, "group, batch"),
+        ({"eta": -0.1}, "eta must be >= 0"),
+        ({"clip_range": 0.0}, "clip_range must be > 0"),
+        ({"advantage_clip": -1.0}, "advantage_clip"),
+        ({"kl_beta": -1.0}, "kl_beta"),
+        ({"num_steps": 1}, "num_steps"),
+        ({"diffusion": "cps", "eta": 1.5}, "at most 1"),
+    ],
+)
+def test_errors(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        PRESETS[name](**options)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_takes_no_option_without_effect(name):
+    for option in ({"granularities": (2,)}, {"window": 2}, {"train_fraction": 0.5}):
+        if not set(option) & set(inspect.signature(PRESETS[name]).parameters):
+            with pytest.raises(TypeError):
+                PRESETS[name](**option)

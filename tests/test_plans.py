@@ -1,0 +1,124 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g2rpo.algorithms import PRESETS
+from g2rpo.plans import Branch, EveryStep, Plan, Singular, Window
+from g2rpo.schedule import shifted_sigmas
+
+
+def paper(granularities=(1, 2, 3), tail_rule="released", num_train_steps=8) -> Plan:
+    return Singular(tuple(range(num_train_steps)), granularities, tail_rule).plan(16, 0, 0)
+
+
+def test_forwards_of_the_paper():
+    # T = 16, K = 8, G = 12. Lambda = {1}: sum over k = 0..7 of (15 - k) evaluations = 92, times 12
+    assert paper((1,)).nfe(12) == {"anchor": 16, "sde": 0, "tails": 1104, "total": 1120, "update": 8}
+    assert paper((1, 2)).nfe(12)["total"] == 1504
+    assert paper((1, 2, 3)).nfe(12)["total"] == 1708
+    assert paper((1, 2, 3), "paper").nfe(12)["total"] == 1912
+    assert paper((1,)).nfe(12, forwards_per_sample=2)["total"] == 2240
+
+
+def test_forwards_of_the_path_methods():
+    # DanceGRPO: one shared evaluation at pure noise, then positions 1..15 for each of 12; 9 of 15 trained
+    dance = EveryStep(0.6).plan(16, 0, 0)
+    assert dance.nfe(12) == {"anchor": 1, "sde": 168, "tails": 12, "total": 181, "update": 108}
+    # MixGRPO, window at 0..3 of 25: 1 + 12 * 24; over its starts about 228
+    mix = Window()
+    assert mix.plan(25, 0, 0).nfe(12) == {"anchor": 1, "sde": 36, "tails": 252, "total": 289, "update": 48}
+    totals = [mix.plan(25, 0, iteration).nfe(12)["total"] for iteration in range(500)]
+    assert 180 < sum(totals) / 500 < 240
+
+
+def test_strides_with_the_same_tail_share_an_image():
+    # from 14: strides 2 and 3 both evaluate 14, 15 under the paper's rule
+    plan = Singular((13,), (1, 2, 3), "paper").plan(16, 0, 0)
+    assert plan.branches[0].tails == ((14, 15, 16),) * 3
+    assert plan.images_per_member == 1
+    assert plan.nfe(12)["tails"] == 24
+
+
+@settings(deadline=None)
+@given(
+    num_steps=st.integers(6, 40),
+    width=st.integers(1, 4),
+    hold=st.integers(1, 5),
+    stride=st.integers(0, 5),
+    order=st.sampled_from(["progressive", "decay", "random"]),
+    roll_back=st.booleans(),
+    train_step=st.integers(0, 2000),
+    seed=st.integers(0, 2**40),
+)
+def test_windows_never_shrink(num_steps, width, hold, stride, order, roll_back, train_step, seed):
+    plan = Window(width, hold, stride, order, roll_back).plan(num_steps, seed, train_step)
+    (branch,) = plan.branches
+    assert len(branch.noise_steps) == width
+    assert branch.noise_steps[0] >= 0 and branch.noise_steps[-1] < num_steps - 2
+    assert plan == Window(width, hold, stride, order, roll_back).plan(num_steps, seed, train_step)
+
+
+def test_window_moves_and_wraps():
+    # T = 10, width 3: starts 0..8 in the released count, held at 5 from there, then back
+    rule = Window(width=3, hold=2, stride=1)
+    starts = [rule.plan(10, 0, step).noise_steps[0] for step in range(20)]
+    assert starts == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5, 0, 0]
+    stays = dataclasses.replace(rule, roll_back=False)
+    assert stays.plan(10, 0, 19).noise_steps[0] == 5
+    assert len({dataclasses.replace(rule, order="random").start(10, 3, step) for step in range(60)}) == 6
+
+
+@settings(deadline=None)
+@given(num_steps=st.integers(6, 40), ratio=st.floats(0.05, 1), train_step=st.integers(0, 700))
+def test_flash_ends_at_the_image(num_steps, ratio, train_step):
+    plan = Window(width=3, hold=5, flash=ratio).plan(num_steps, 0, train_step)
+    levels = plan.levels(shifted_sigmas(num_steps))
+    (positions,) = plan.branches[0].tails
+    walked = levels[list(positions)]
+    assert walked[-1] == 0
+    assert (walked[1:] < walked[:-1]).all()
+    assert plan.nfe(4)["tails"] <= Window(width=3, hold=5).plan(num_steps, 0, train_step).nfe(4)["tails"] + 4
+
+
+def test_train_fraction_counts_steps():
+    assert EveryStep().plan(6, 0, 0).num_trained is None
+    assert EveryStep(0.6).plan(16, 0, 0).num_trained == 9
+    assert EveryStep(0.01).plan(16, 0, 0).num_trained == 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_plan_depends_on_seed_and_train_step_alone(name):
+    algorithm = PRESETS[name]()
+    for train_step in (0, 1, 77):
+        plans = {PRESETS[name]().plan.plan(algorithm.num_steps, 5, train_step) for _ in range(2)}
+        assert len(plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Singular((15,)).plan(16, 0, 0), r"0\.\.14"),
+        (lambda: Singular((1, 1)), "twice"),
+        (lambda: Singular(granularities=(2, 2)), "twice"),
+        (lambda: Singular(()), "at least one"),
+        (lambda: Singular((1,), (0,)).plan(16, 0, 0), "granularity >= 1"),
+        (lambda: Window(width=4).plan(5, 0, 0), "num_steps >= 6"),
+        (lambda: Window(order="backwards"), "random"),
+        (lambda: Window(stride=-1), "stride >= 0"),
+        (lambda: EveryStep(0.0), r"\(0, 1\]"),
+        (lambda: EveryStep().plan(1, 0, 0), "num_steps >= 2"),
+        (lambda: Plan(4, (Branch((0, 2), ((3, 4),)),)), "consecutive"),
+        (lambda: Plan(4, (Branch((0,), ((2, 4),)),)), "rises from 1"),
+        (lambda: Plan(4, (Branch((0,), ((1, 3),)),)), "level is 0"),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)), Branch((0,), ((1, 4),)))), "same step"),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)),), extra_sigmas=(0.1,)), "end at 0"),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)),), solver="heun"), "dpm2m"),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)),)).levels(torch.ones(4)), "4 steps"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
