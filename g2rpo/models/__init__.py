@@ -1,0 +1,72 @@
+"""Models by name: `load_policy` turns a setting into a Policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
+
+
+def load_policy(
+    name: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    precision: Precision = "float32",
+    guidance: float = 3.5,
+    resolution: int | None = None,
+    max_sequence_length: int | None = None,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    sigma_rounding: SigmaRounding = "exact",
+    weights: str | Path | None = None,
+    gradient_checkpointing: bool = False,
+) -> FluxPolicy:
+    """The policy called `name`: `tiny`, `tiny@NAME`, a folder in diffusers layout, or a hub name.
+
+    Args:
+        device: "auto" is a GPU where there is one.
+        weights: put onto the model's transformer: a LoRA or whole weights, folder or .safetensors file.
+        Others: as `FluxPolicy.load`.
+
+    Raises:
+        ValueError: no such model, or a setting it does not take.
+    """
+    from g2rpo.models.flux import FluxPolicy
+    from g2rpo.models.tiny import is_tiny, tiny_folder
+
+    if isinstance(name, str) and is_tiny(name):
+        name, embedded = tiny_folder(name)
+        if weights is not None and embedded is not None:
+            raise ValueError(f"give one of tiny@NAME and weights, got both: {embedded.name} and {weights}")
+        weights = weights or embedded
+    return FluxPolicy.load(
+        name,
+        device=resolve_device(device),
+        precision=precision,
+        guidance=guidance,
+        resolution=resolution,
+        max_sequence_length=max_sequence_length,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        sigma_rounding=sigma_rounding,
+        weights=None if weights is None else Path(weights),
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """`"auto"` -> cuda where there is a GPU, else cpu; anything else as torch reads it.
+
+    Raises:
+        ValueError: cuda asked for on a machine without.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no GPU here; use device=auto or device=cpu")
+    return device

@@ -1,0 +1,223 @@
+"""FLUX as a Policy, over diffusers' transformer and VAE and transformers' text encoders.
+
+FLUX.1 (Black Forest Labs, 2024) is a rectified-flow transformer over 2x2-packed latents of a 16-channel,
+8x VAE; guidance-distilled models take the guidance scale as an input, so a velocity costs one forward.
+The layout of latents, position ids and conditioning is FluxPipeline's, checked against it by a test.
+
+What differs from the stock pipeline, and why:
+  * sigma (and the guidance scale) reach the time embedding in float32. diffusers casts the timestep to the
+    dtype of hidden_states before multiplying by 1,000, in bfloat16 up to 3 of 1,000 off.
+  * the text encoders see one prompt at a time (models/text.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo.models.files import dtype_argument, local_folder, read_json
+from g2rpo.models.text import FluxText
+from g2rpo.models.weights import add_lora, load_weights
+from g2rpo.policy import Conditioning
+
+Precision = Literal["float32", "bfloat16"]
+SigmaRounding = Literal["exact", "released"]
+
+
+class FluxPolicy:
+    """A FLUX model of a folder or the hub; make one with `FluxPolicy.load`."""
+
+    forwards_per_sample = 1
+
+    def __init__(
+        self,
+        folder: Path,
+        module: Any,
+        vae: Any,
+        text: FluxText,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        guidance: float,
+        resolution: int | None,
+        sigma_rounding: SigmaRounding,
+    ) -> None:
+        self.folder, self.text, self.device = folder, text, device
+        self.module: Any = module
+        self.vae: Any = vae
+        self.guidance = guidance
+        self.resolution, self.patch_px = checked_resolution(resolution, vae.config)
+        self.compute_dtype, self.sigma_rounding = compute_dtype, sigma_rounding
+        side = self.resolution // self.patch_px
+        self.latent_shape: tuple[int, int] = (side * side, int(module.config.in_channels))
+        self._img_ids = _image_ids(side).to(device)
+        self._timestep: Tensor | None = None
+        module.time_text_embed.register_forward_pre_hook(self._float32_time)
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        precision: Precision = "float32",
+        guidance: float = 3.5,
+        resolution: int | None = None,
+        max_sequence_length: int | None = None,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        sigma_rounding: SigmaRounding = "exact",
+        weights: Path | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> FluxPolicy:
+        """Reads the transformer and the VAE; the text encoders follow when the first prompt needs them.
+
+        Args:
+            name: folder in diffusers layout, or hub name (fetched into the hub's cache).
+            device: where everything lives.
+            precision: "float32", or "bfloat16": autocast over float32 master weights where all weights are
+                trained, over a frozen bfloat16 base with float32 adapters where lora_rank > 0.
+            guidance: input of guidance-distilled models; no effect on others.
+            resolution: side of the square image in pixels; None: what the VAE was made for.
+            max_sequence_length: T5 tokens; None: the smaller of 512 and the tokenizer's limit.
+            lora_rank: 0 trains all weights of the transformer, else adapters of this rank.
+            lora_alpha: the adapters' scale times their rank; None: twice the rank.
+            sigma_rounding: "exact", or "released": int(1000 sigma) / 1000 as G2RPO's released code has it.
+            weights: put onto the base's transformer before anything else (see models/weights.py).
+            gradient_checkpointing: recompute blocks in the backward pass: less memory, a forward more.
+
+        Raises:
+            ValueError: not a FLUX model, or a setting outside its range.
+        """
+        from diffusers import AutoencoderKL, FluxTransformer2DModel
+
+        if precision not in ("float32", "bfloat16"):
+            raise ValueError(f'precision={precision!r}: choose "float32" or "bfloat16"')
+        if sigma_rounding not in ("exact", "released"):
+            raise ValueError(f'sigma_rounding={sigma_rounding!r}: choose "exact" or "released"')
+        folder, device = local_folder(name), torch.device(device)
+        kind = read_json(folder / "model_index.json").get("_class_name")
+        if kind != "FluxPipeline":
+            raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+        if device.type == "cuda":
+            # cuDNN's attention backward crashes on few, small heads in bfloat16 (H100, torch 2.11).
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        checked_resolution(resolution, read_json(folder / "vae" / "config.json"))  # before 24 GB are read
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        # A given LoRA is added into the base in float32; bfloat16 would round most of it away.
+        base_dtype = dtype if lora_rank and weights is None else torch.float32
+        module = FluxTransformer2DModel.from_pretrained(folder / "transformer", **dtype_argument(base_dtype))
+        if weights is not None and not load_weights(module, weights) and lora_rank:
+            module.to(dtype)
+        if lora_rank:
+            add_lora(module, lora_rank, lora_alpha)
+        if gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+        vae_dtype = dtype if device.type == "cuda" else torch.float32
+        vae: Any = AutoencoderKL.from_pretrained(folder / "vae", **dtype_argument(vae_dtype))
+        return cls(
+            folder,
+            module.to(device).eval(),
+            vae.to(device).eval().requires_grad_(False),
+            FluxText(folder, device=device, dtype=dtype, max_sequence_length=max_sequence_length),
+            device=device,
+            compute_dtype=dtype,
+            guidance=guidance,
+            resolution=resolution,
+            sigma_rounding=sigma_rounding,
+        )
+
+    @property
+    def encoder_identity(self) -> str:
+        """Key of the embedding cache: what `encode` depends on beside the prompt."""
+        return self.text.identity
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        """CLIP's pooled and T5's padded token embeddings, on the policy's device."""
+        return self.text.encode(prompts)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """The network's noise - image [N, L, C] in float32; differentiable. See `Policy.velocity`.
+
+        Raises:
+            ValueError: shapes that do not belong together.
+        """
+        if x.shape[1:] != self.latent_shape or sigma.shape != x.shape[:1] or len(cond) != len(x):
+            raise ValueError(
+                f"need x [N, {self.latent_shape[0]}, {self.latent_shape[1]}], sigma [N] and N rows of "
+                f"conditioning, got {tuple(x.shape)}, {tuple(sigma.shape)} and {len(cond)} rows"
+            )
+        cond = cond.to(self.device, self.compute_dtype)
+        guidance = x.new_full((len(x),), self.guidance) if self.module.config.guidance_embeds else None
+        self._timestep = self._network_time(sigma)
+        try:
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
+                out = self.module(
+                    hidden_states=x,
+                    encoder_hidden_states=cond.text,
+                    pooled_projections=cond.pooled,
+                    timestep=sigma,
+                    img_ids=self._img_ids,
+                    txt_ids=self._img_ids.new_zeros(cond.text.shape[1], 3),
+                    guidance=guidance,
+                    return_dict=False,
+                )[0]
+        finally:
+            self._timestep = None
+        return out.float()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [N, L, C] -> images [N, 3, H, W], float32 in [0, 1]."""
+        config = self.vae.config
+        z = unpack(latents) / config.scaling_factor + config.shift_factor
+        return (self.vae.decode(z.to(self.vae.dtype), return_dict=False)[0].float() / 2 + 0.5).clamp(0, 1)
+
+    def _network_time(self, sigma: Tensor) -> Tensor:
+        """1000 sigma in float32, truncated where the released code truncates it."""
+        timestep = 1000 * sigma.float()
+        return timestep.trunc() if self.sigma_rounding == "released" else timestep
+
+    def _float32_time(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # args: timestep, (guidance,) pooled. Untouched when someone else calls the network.
+        if self._timestep is None:
+            return args
+        if len(args) == 2:
+            return self._timestep, args[1]
+        return self._timestep, torch.full_like(self._timestep, 1000 * self.guidance), args[2]
+
+
+def pack(z: Tensor) -> Tensor:
+    """VAE latents [N, C, h, w] -> tokens [N, h/2 * w/2, 4C], each a 2x2 patch, channels outermost."""
+    n, channels, h, w = z.shape
+    z = z.reshape(n, channels, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return z.reshape(n, h // 2 * (w // 2), channels * 4)
+
+
+def unpack(x: Tensor) -> Tensor:
+    """The inverse of `pack` for square images: [N, L, 4C] -> [N, C, 2 sqrt(L), 2 sqrt(L)]."""
+    n, tokens, channels = x.shape
+    side = round(tokens**0.5)
+    if side * side != tokens or channels % 4:
+        raise ValueError(f"{tokens} tokens of {channels} channels are no packed square latent")
+    x = x.reshape(n, side, side, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(n, channels // 4, 2 * side, 2 * side)
+
+
+def _image_ids(side: int) -> Tensor:
+    """Position ids [side * side, 3]: (0, row, column) of each token."""
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    return torch.stack([torch.zeros(side, side), rows.float(), columns.float()], -1).reshape(-1, 3)
+
+
+def checked_resolution(resolution: int | None, vae_config: Any) -> tuple[int, int]:
+    """The image's side and that of one latent token, both in pixels."""
+    patch_px = 2 * 2 ** (len(vae_config["block_out_channels"]) - 1)
+    side_px = int(vae_config["sample_size"]) if resolution is None else resolution
+    if side_px < patch_px or side_px % patch_px:
+        near = max(patch_px, side_px // patch_px * patch_px)
+        raise ValueError(f"resolution={side_px} is no multiple of {patch_px} pixels; {near} would be")
+    return side_px, patch_px

@@ -1,0 +1,186 @@
+"""A FLUX model's sizes from its configuration files alone: no weight is read or downloaded.
+
+Networks are built without storage (torch's meta device); parameters are counted on them and the
+floating-point operations of a forward by torch's own counter (multiply and add are two).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from g2rpo.models.files import config_folder, read_json
+from g2rpo.models.flux import checked_resolution
+from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.models.weights import lora_layers
+
+FLUX_1_DEV: dict[str, dict[str, Any]] = {
+    "transformer": {"guidance_embeds": True},  # diffusers' defaults are FLUX.1's
+    "vae": {
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "latent_channels": 16,
+        "layers_per_block": 2,
+        "sample_size": 1024,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    },
+    "text_encoder": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "projection_dim": 768,
+    }
+    | {"num_attention_heads": 12, "vocab_size": 49408, "max_position_embeddings": 77},
+    "text_encoder_2": {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+    | {"vocab_size": 32128, "feed_forward_proj": "gated-gelu"},
+}
+"""So that the paper's run can be planned before its gated model may be downloaded."""
+
+KNOWN = {"black-forest-labs/FLUX.1-dev": FLUX_1_DEV, "black-forest-labs/FLUX.1-Krea-dev": FLUX_1_DEV}
+
+
+@dataclass(frozen=True)
+class FluxShape:
+    """Sizes of a model at one resolution.
+
+    Attributes:
+        resolution_px: side of the image.
+        latent_shape: (L, C) tokens and channels of a packed latent.
+        text_tokens, text_dim, pooled_dim: of a prompt's embedding.
+        width, blocks, mlp_ratio: of the transformer, for activation estimates.
+        transformer_params, vae_params, text_params: numbers of parameters.
+        lora_params_per_rank: of adapters on attention and MLP linears, per unit of rank.
+        forward_flops, decode_flops: for one image.
+        decoder_width: channels of the VAE decoder at full resolution.
+    """
+
+    resolution_px: int
+    latent_shape: tuple[int, int]
+    text_tokens: int
+    text_dim: int
+    pooled_dim: int
+    width: int
+    blocks: int
+    transformer_params: int
+    vae_params: int
+    text_params: int
+    lora_params_per_rank: int
+    forward_flops: int
+    decode_flops: int
+    decoder_width: int
+
+    @property
+    def tokens(self) -> int:
+        """Image and text tokens, the length that attention sees."""
+        return self.latent_shape[0] + self.text_tokens
+
+
+def flux_shape(
+    name: str | Path, *, resolution: int | None = None, max_sequence_length: int | None = None
+) -> FluxShape:
+    """Sizes of the model `name` (as `load_policy` takes it); of a hub model only small files are fetched.
+
+    Raises:
+        ValueError: no such model, not a FLUX, or a resolution that it does not take.
+    """
+    configs, token_limit = _configs(str(name))
+    text_tokens = token_limit if max_sequence_length is None else max_sequence_length
+    side_px, patch_px = checked_resolution(resolution, configs["vae"])
+    return _measured(_Frozen(configs), side_px, patch_px, text_tokens)
+
+
+def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
+    """Configuration of each network, and the T5 tokens of a prompt."""
+    if name in KNOWN:
+        return KNOWN[name], 512
+    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind != "FluxPipeline":
+        raise ValueError(f"{folder} is a {kind}; this version plans FluxPipeline models")
+    configs = {part: read_json(folder / part / "config.json") for part in FLUX_1_DEV}
+    limit = int(read_json(folder / "tokenizer_2" / "tokenizer_config.json").get("model_max_length", 512))
+    return configs, min(512, limit)
+
+
+class _Frozen:
+    """Configurations as a cache key: counting a 12 B model takes seconds, searches ask often."""
+
+    def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
+        self.configs, self.text = configs, repr(configs)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Frozen) and self.text == other.text
+
+
+@lru_cache(maxsize=32)
+def _measured(frozen: _Frozen, side_px: int, patch_px: int, text_tokens: int) -> FluxShape:
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    configs = frozen.configs
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel.from_config(configs["transformer"])
+        vae = AutoencoderKL.from_config(configs["vae"])
+        clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
+        t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"]))
+    side = side_px // patch_px
+    config = transformer.config
+    return FluxShape(
+        resolution_px=side_px,
+        latent_shape=(side * side, int(config.in_channels)),
+        text_tokens=text_tokens,
+        text_dim=int(config.joint_attention_dim),
+        pooled_dim=int(config.pooled_projection_dim),
+        width=int(config.num_attention_heads * config.attention_head_dim),
+        blocks=int(config.num_layers + config.num_single_layers),
+        transformer_params=_parameters(transformer),
+        vae_params=_parameters(vae),
+        text_params=_parameters(clip) + _parameters(t5),
+        lora_params_per_rank=sum(
+            layer.in_features + layer.out_features for layer in lora_layers(transformer)
+        ),
+        forward_flops=_forward_flops(transformer, side * side, text_tokens),
+        decode_flops=_decode_flops(vae, 2 * side),
+        decoder_width=int(vae.config.block_out_channels[0]),
+    )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@torch.no_grad()
+def _forward_flops(transformer: Any, image_tokens: int, text_tokens: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = transformer.config
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        transformer(
+            hidden_states=torch.empty(1, image_tokens, config.in_channels),
+            encoder_hidden_states=torch.empty(1, text_tokens, config.joint_attention_dim),
+            pooled_projections=torch.empty(1, config.pooled_projection_dim),
+            timestep=torch.empty(1),
+            img_ids=torch.empty(image_tokens, 3),
+            txt_ids=torch.empty(text_tokens, 3),
+            guidance=torch.empty(1) if config.guidance_embeds else None,
+        )
+    return counter.get_total_flops()
+
+
+@torch.no_grad()
+def _decode_flops(vae: Any, side: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        vae.decode(torch.empty(1, vae.config.latent_channels, side, side))
+    return counter.get_total_flops()

@@ -1,0 +1,43 @@
+"""The embedded model: a small FLUX inside the package that draws scenes of coloured shapes.
+
+`tiny` is the base; `tiny@NAME` is the base with the shipped weights NAME, a LoRA or a whole transformer.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+_PREFIX = "tiny_flux"
+
+
+def assets() -> Path:
+    """Folder of the package's embedded models."""
+    return Path(str(files("g2rpo"))) / "assets"
+
+
+def is_tiny(name: str) -> bool:
+    """Whether `name` asks for the embedded model."""
+    return name == "tiny" or name.startswith("tiny@")
+
+
+def tiny_folder(name: str = "tiny") -> tuple[Path, Path | None]:
+    """Folder of the base model, and of what NAME puts onto it in `tiny@NAME` (None for `tiny`).
+
+    Raises:
+        ValueError: the package holds no such weights.
+    """
+    base = assets() / _PREFIX
+    if not base.is_dir():
+        raise ValueError(f"the embedded model is missing at {base}; reinstall g2rpo")
+    _, at, variant = name.partition("@")
+    if not at:
+        return base, None
+    weights = assets() / f"{_PREFIX}_{variant}"
+    if not variant or not weights.is_dir():
+        known = sorted(
+            p.name.removeprefix(f"{_PREFIX}_") for p in assets().glob(f"{_PREFIX}_*") if p.is_dir()
+        )
+        allowed = ", ".join(["tiny", *(f"tiny@{v}" for v in known)])
+        raise ValueError(f"no embedded model {name!r}; there are: {allowed}")
+    return base, weights

@@ -1,0 +1,44 @@
+"""Cosine similarity of picture and caption under the embedded CLIP (64 px, float32).
+
+The same class serves the preference model: it has CLIP's form, and its score is a cosine too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from g2rpo.models.tiny import assets
+from g2rpo.rewards import Metadata
+from g2rpo.world.contrast import image_features
+
+
+class TinyClip:
+    """A CLIPModel and its tokenizer from a folder; text features are kept per prompt."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        from transformers import AutoTokenizer, CLIPModel
+
+        self.device = device
+        self.clip: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._text: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._text]
+        if new:
+            ids = self.tokenizer(new, padding="max_length", truncation=True, return_tensors="pt").input_ids
+            features = self.clip.get_text_features(input_ids=ids.to(self.device)).pooler_output
+            self._text |= dict(zip(new, F.normalize(features, dim=-1), strict=True))
+        text = torch.stack([self._text[prompt] for prompt in prompts])
+        return (image_features(self.clip, images.to(self.device)) * text).sum(-1)
+
+
+def load(device: torch.device) -> TinyClip:
+    """The embedded CLIP."""
+    return TinyClip(assets() / "tiny_clip", device)

@@ -1,0 +1,116 @@
+"""Rewards by name, and what their answers must be."""
+
+import sys
+
+import pytest
+import torch
+
+from g2rpo.rewards import REWARDS, CheckedReward, load_reward, load_rewards
+
+IMAGES = torch.linspace(0, 1, 2 * 3 * 4 * 4).reshape(2, 3, 4, 4)
+PROMPTS = ["dark", "bright"]
+
+
+@pytest.fixture
+def own_rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        """
+import torch
+
+def brightness(images, prompts, metadata=None):
+    return images.mean(dim=(1, 2, 3))
+
+def as_list(images, prompts, metadata=None):
+    return [0.0] * len(images)
+
+def as_double(images, prompts, metadata=None):
+    return images.double().mean(dim=(1, 2, 3))
+
+def one_number(images, prompts, metadata=None):
+    return images.mean()
+
+def breaks(images, prompts, metadata=None):
+    raise RuntimeError("the scorer is down")
+
+class Offset:
+    def __init__(self, device):
+        self.offset = torch.tensor(float(len(str(device))), device=device)
+
+    def __call__(self, images, prompts, metadata=None):
+        return self.offset.expand(len(images))
+
+number = 3
+"""
+    )
+    (tmp_path / "needs_more.py").write_text("import a_package_that_nobody_has\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("my_rewards", None)
+    sys.modules.pop("needs_more", None)
+
+
+def test_a_function_and_a_class_of_ones_own(own_rewards):
+    rewards = load_rewards({"my_rewards:brightness": 1.0, "my_rewards:Offset": 0.5}, "cpu")
+    assert list(rewards) == ["my_rewards:brightness", "my_rewards:Offset"]
+    # 0..95 over 95: the halves' means are 23.5/95 and 71.5/95.
+    assert rewards["my_rewards:brightness"](IMAGES, PROMPTS).tolist() == pytest.approx([23.5 / 95, 71.5 / 95])
+    assert rewards["my_rewards:Offset"](IMAGES, PROMPTS, [{}, {}]).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("as_list", "returned list"), ("as_double", "torch.float64"), ("one_number", r"\(\) for 2 images")],
+)
+def test_a_wrong_answer_is_an_error_that_names_the_reward(own_rewards, name, message):
+    with pytest.raises(ValueError, match=f"my_rewards:{name}.*{message}"):
+        load_reward(f"my_rewards:{name}", torch.device("cpu"))(IMAGES, PROMPTS)
+
+
+def test_a_reward_that_fails_is_not_swallowed(own_rewards):
+    with pytest.raises(RuntimeError, match="the scorer is down"):
+        load_reward("my_rewards:breaks", torch.device("cpu"))(IMAGES, PROMPTS)
+
+
+def test_nan_passes_through():
+    reward = CheckedReward("half", lambda images, prompts, metadata=None: torch.tensor([1.0, float("nan")]))
+    assert reward(IMAGES, PROMPTS).isnan().tolist() == [False, True]
+
+
+def test_inputs_must_belong_together():
+    reward = CheckedReward("any", lambda images, prompts, metadata=None: torch.zeros(len(images)))
+    with pytest.raises(ValueError, match="2 images but 1 prompts"):
+        reward(IMAGES, PROMPTS[:1])
+    with pytest.raises(ValueError, match="2 images but 2 prompts, 3 metadata"):
+        reward(IMAGES, PROMPTS, [{}, {}, {}])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiny_clp", "unknown reward 'tiny_clp'; did you mean 'tiny_clip'"),
+        ("beauty", "known: verifier, tiny_clip, tiny_preference"),
+        ("no_such_module:score", "no module 'no_such_module'.*PYTHONPATH"),
+        ("my_rewards:brightnes", "has no 'brightnes'; did you mean 'brightness'"),
+        ("my_rewards:number", "is a int; a reward must be callable"),
+        ("my_rewards:", "is not module:attribute"),
+    ],
+)
+def test_names_that_lead_nowhere(own_rewards, name, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward(name, torch.device("cpu"))
+
+
+def test_a_missing_package_of_a_reward_is_told_as_it_is(own_rewards):
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
+        load_reward("needs_more:score", torch.device("cpu"))
+
+
+def test_no_rewards_at_all():
+    with pytest.raises(ValueError, match="no rewards given"):
+        load_rewards({}, "cpu")
+
+
+def test_known_names_are_module_and_factory():
+    assert all(
+        target.startswith("g2rpo.rewards.") and target.endswith(":load") for target in REWARDS.values()
+    )
