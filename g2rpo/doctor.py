@@ -1,0 +1,116 @@
+"""What this machine has, what is missing for which feature, and the line that installs it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding."""
+
+    name: str
+    status: Literal["ok", "missing", "optional"]
+    """`missing`: a run needs it. `optional`: only the named feature does."""
+    found: str
+    advice: str = ""
+    """The line to type, or what to know."""
+
+
+REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "pydantic", "typer", "rich")
+OPTIONAL = {
+    "tensorboard": ("curves in TensorBoard", "pip install tensorboard"),
+    "matplotlib": ("curves as pictures", "pip install matplotlib"),
+    "pyarrow": ("prompts in parquet files", "pip install 'g2rpo[parquet]'"),
+    "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install 'g2rpo[sentencepiece]'"),
+}
+FLUX_GB = 24  # 12 billion weights, 2 bytes each
+
+
+def report(out: str | Path = "runs") -> list[Row]:
+    """Rows for `g2rpo doctor`. Loads torch, but no model; changes nothing.
+
+    Args:
+        out: where runs go; its disk is looked at.
+    """
+    rows = [_python(), *(_package(name) for name in REQUIRED)]
+    if importlib.util.find_spec("torch") is not None:
+        rows += [*_devices(), _processes()]
+    rows += [_memory(), _disk(Path(out)), _embedded_model()]
+    rows += [_package(name, *OPTIONAL[name]) for name in OPTIONAL]
+    return rows
+
+
+def _python() -> Row:
+    version = platform.python_version()
+    good = (3, 11) <= sys.version_info[:2] < (3, 14)
+    return Row(
+        "python", "ok" if good else "missing", version, "" if good else "g2rpo needs Python 3.11 to 3.13"
+    )
+
+
+def _package(name: str, feature: str = "", install: str = "pip install g2rpo") -> Row:
+    if importlib.util.find_spec(name) is not None:
+        return Row(name, "ok", importlib.metadata.version(name))
+    return Row(
+        name,
+        "optional" if feature else "missing",
+        f"absent (for {feature})" if feature else "absent",
+        install,
+    )
+
+
+def _devices() -> list[Row]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = (
+            f"torch is built for {built}, but sees no device"
+            if built
+            else "this torch is built for CPUs only"
+        )
+        return [Row("gpu", "optional", "none", f"{why}; the embedded model needs none, FLUX.1 does")]
+    rows = []
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        memory = device.total_memory / 1e9
+        advice = "" if memory >= FLUX_GB else f"the weights of FLUX.1-dev alone take {FLUX_GB} GB"
+        rows.append(Row(f"gpu {i}", "ok", f"{device.name}, {memory:.0f} GB", advice))
+    return rows
+
+
+def _processes() -> Row:
+    import torch
+
+    return Row("cpu", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+
+
+def _memory() -> Row:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return Row(
+        "memory", "ok", f"{total:.0f} GB", "" if total >= 4 else "the embedded model's demo wants 4 GB"
+    )
+
+
+def _disk(out: Path) -> Row:
+    folder = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free / 1e9
+    good = os.access(folder, os.W_OK)
+    return Row(
+        f"disk for {out}", "ok" if good else "missing", f"{free:.0f} GB free", "" if good else "not writable"
+    )
+
+
+def _embedded_model() -> Row:
+    folder = resources.files("g2rpo") / "assets" / "tiny_flux"
+    if (folder / "model_index.json").is_file():
+        return Row("embedded model", "ok", "tiny")
+    return Row("embedded model", "missing", "not in this installation", "pip install --force-reinstall g2rpo")

@@ -1,0 +1,28 @@
+import torch
+
+from g2rpo.doctor import report
+
+
+def test_what_this_machine_has(tmp_path):
+    rows = {row.name: row for row in report(tmp_path / "runs")}
+    assert rows["python"].status == "ok" and rows["torch"].found == torch.__version__
+    assert rows[f"disk for {tmp_path / 'runs'}"].found.endswith("GB free")
+    assert ("gpu 0" in rows) == torch.cuda.is_available()
+    assert not (tmp_path / "runs").exists()  # looking makes nothing
+
+
+def test_what_is_absent_comes_with_the_line_that_installs_it(monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    absent = ("pyarrow", "peft")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else real(name))
+    rows = {row.name: row for row in report()}
+    assert rows["pyarrow"].status == "optional" and rows["pyarrow"].advice == "pip install 'g2rpo[parquet]'"
+    assert rows["peft"].status == "missing" and rows["peft"].advice.startswith("pip install")
+
+
+def test_every_shortcoming_has_advice(monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for row in report():
+        assert row.status == "ok" or row.advice, row

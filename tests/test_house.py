@@ -1,0 +1,37 @@
+"""Rules of this house that no linter knows."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(
+    path for folder in ("g2rpo", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def test_there_is_something_to_look_at():
+    assert len(SOURCES) > 20
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_too_long_to_read(path):
+    assert len(path.read_text().splitlines()) <= 350
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if ROOT / "g2rpo" in path.parents], ids=lambda p: p.name
+)
+def test_no_code_asks_which_algorithm_runs(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            text = ast.unparse(node)
+            assert not re.search(r"\balgorithm\b\s*(==|!=|is|in)\s*['\"(\[{]", text), (
+                f"{path}:{node.lineno}: {text}"
+            )
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            reraised = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+            assert not broad or reraised, f"{path}:{node.lineno}: a broad except"
