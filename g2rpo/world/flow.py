@@ -1,0 +1,212 @@
+"""The tiny flow model: velocity matching on cached latents, then guidance distilled into the guidance input.
+
+Velocity matching (rectified flow, arXiv:2210.02747):
+
+    x = (1 - sigma) x0 + sigma e,  v* = e - x0,  loss = mean ||v - v*||^2
+
+Distillation (arXiv:2210.03142, as FLUX.1-dev was): the student's guidance embedding is given w in [1, 5],
+
+    v* = v_uncond + w (v_cond - v_uncond)   of the teacher
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from g2rpo.schedule import shifted_sigmas
+from g2rpo.world import verifier
+from g2rpo.world.captions import caption_ids, empty_caption
+from g2rpo.world.scenes import Compositions
+from g2rpo.world.training import Average, adamw, bf16, captured, chunked, timed_loop
+from g2rpo.world.vae import decode
+
+CAPTION_DROPOUT = 0.1
+SIDE = 8  # packed tokens per side
+
+
+@dataclass(frozen=True)
+class FlowModel:
+    """The three networks that are trained together."""
+
+    transformer: Any
+    text_encoder: Any
+    text_encoder_2: Any
+
+    def modules(self) -> list[nn.Module]:
+        return [self.transformer, self.text_encoder, self.text_encoder_2]
+
+    def velocity(self, x: Tensor, sigma: Tensor, ids: Tensor, guidance: Tensor) -> Tensor:
+        """[N, 64, 16] from token ids [N, 20], sigma [N], guidance [N]."""
+        device = x.device
+        rows, columns = torch.meshgrid(
+            torch.arange(SIDE, device=device), torch.arange(SIDE, device=device), indexing="ij"
+        )
+        image_ids = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1).to(x.dtype)
+        return self.transformer(
+            hidden_states=x,
+            timestep=sigma,
+            guidance=guidance,
+            encoder_hidden_states=self.text_encoder_2(input_ids=ids).last_hidden_state,
+            pooled_projections=self.text_encoder(input_ids=ids).pooler_output,
+            txt_ids=torch.zeros(ids.shape[1], 3, device=device, dtype=x.dtype),
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
+
+
+def empty_ids(num: int, device: torch.device) -> Tensor:
+    return empty_caption(device).expand(num, -1)
+
+
+def _noised(latents: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    device, num = latents.device, len(latents)
+    sigma = torch.sigmoid(0.4 + 1.2 * torch.randn(num, generator=generator, device=device))
+    noise = torch.randn(latents.shape, generator=generator, device=device)
+    level = sigma[:, None, None]
+    return (1 - level) * latents + level * noise, sigma, noise - latents
+
+
+def train_flow(
+    model: FlowModel,
+    latents: Tensor,
+    scenes: Compositions,
+    *,
+    seconds: float,
+    lr: float,
+    batch: int = 1024,
+    warmup: int = 500,
+    seed: int = 0,
+) -> None:
+    """Velocity matching; the guidance input is random here and carries nothing yet."""
+    device = latents.device
+    generator = torch.Generator(device).manual_seed(seed)
+    parameters: list[Tensor] = [p for m in model.modules() for p in m.parameters()]
+    optimizer, average = adamw(parameters, lr), Average.of(*model.modules())
+
+    def learn() -> Tensor:
+        index = torch.randint(len(latents), (batch,), generator=generator, device=device)
+        x, sigma, target = _noised(latents[index].float(), generator)
+        ids = caption_ids(scenes[index], generator)
+        drop = torch.rand(batch, 1, generator=generator, device=device) < CAPTION_DROPOUT
+        ids = torch.where(drop, empty_ids(batch, device), ids)
+        guidance = 1 + 4 * torch.rand(batch, generator=generator, device=device)
+        with bf16(device):
+            velocity = model.velocity(x, sigma, ids, guidance)
+        loss = F.mse_loss(velocity.float(), target)
+        loss.backward()
+        return loss.detach()
+
+    replay = captured(learn, parameters, generator)
+    for step in timed_loop(optimizer, seconds, warmup=warmup):
+        loss = replay()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        average.update(step)
+        if step % 1000 == 0:
+            print(f"flow step {step} loss {loss.item():.4f}", flush=True)
+    average.load()
+
+
+def distill_guidance(
+    student: FlowModel,
+    teacher: FlowModel,
+    latents: Tensor,
+    scenes: Compositions,
+    *,
+    seconds: float,
+    lr: float,
+    batch: int = 1024,
+    seed: int = 0,
+) -> None:
+    """Teach the guidance input what classifier-free guidance of the teacher does; text encoders stay."""
+    device = latents.device
+    generator = torch.Generator(device).manual_seed(seed)
+    parameters: list[Tensor] = list(student.transformer.parameters())
+    optimizer, average = adamw(parameters, lr), Average.of(student.transformer)
+
+    def learn() -> Tensor:
+        index = torch.randint(len(latents), (batch,), generator=generator, device=device)
+        x, sigma, _ = _noised(latents[index].float(), generator)
+        ids = caption_ids(scenes[index], generator)
+        guidance = 1 + 4 * torch.rand(batch, generator=generator, device=device)
+        with bf16(device):
+            with torch.no_grad():
+                both = torch.cat([ids, empty_ids(batch, device)])
+                v = teacher.velocity(x.repeat(2, 1, 1), sigma.repeat(2), both, guidance.repeat(2)).float()
+                conditional, unconditional = v.chunk(2)
+                target = unconditional + guidance[:, None, None] * (conditional - unconditional)
+            velocity = student.velocity(x, sigma, ids, guidance)
+        loss = F.mse_loss(velocity.float(), target)
+        loss.backward()
+        return loss.detach()
+
+    for module in (*teacher.modules(), student.text_encoder, student.text_encoder_2):
+        module.requires_grad_(False)
+    replay = captured(learn, parameters, generator)
+    for step in timed_loop(optimizer, seconds):
+        loss = replay()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        average.update(step, 0.999)
+        if step % 500 == 0:
+            print(f"distil step {step} loss {loss.item():.5f}", flush=True)
+    average.load()
+
+
+@torch.no_grad()
+def sample(
+    model: FlowModel,
+    ids: Tensor,
+    *,
+    num_steps: int = 16,
+    guidance: float = 3.5,
+    cfg: bool = False,
+    seed: int = 0,
+) -> Tensor:
+    """Euler ODE from seeded noise: latents [N, 64, 16].
+
+    cfg: true guidance by two forwards a step, to judge a teacher.
+    """
+    device = ids.device
+    sigmas = shifted_sigmas(num_steps, 3.0).to(device)
+    noise = torch.randn(
+        len(ids), SIDE * SIDE, 16, generator=torch.Generator(device).manual_seed(seed), device=device
+    )
+
+    def one(rows: Tensor) -> Tensor:
+        x, text = noise[rows], ids[rows]
+        scale = torch.full((len(rows),), guidance, device=device)
+        for sigma, after in pairwise(sigmas):
+            with bf16(device):
+                v = model.velocity(x, sigma.expand(len(rows)), text, scale).float()
+                if cfg:
+                    empty = model.velocity(
+                        x, sigma.expand(len(rows)), empty_ids(len(rows), device), scale
+                    ).float()
+                    v = empty + guidance * (v - empty)
+            x = x + v * (after - sigma)
+        return x
+
+    return chunked(one, torch.arange(len(ids), device=device), 1024)
+
+
+@torch.no_grad()
+def judge_flow(
+    model: FlowModel, vae: Any, scenes: Compositions, *, seed: int = 1, **how: Any
+) -> dict[str, float]:
+    """Verifier scores of held-out captions, by the number of groups: strict1, soft1, strict2, soft2."""
+    ids = caption_ids(scenes, torch.Generator(scenes.relation.device).manual_seed(seed), background_share=1.0)
+    images = decode(vae, sample(model, ids, seed=seed, **how))
+    reading = verifier.read((images * 255).round() / 255)
+    result = {}
+    for groups in (1, 2):
+        keep = (scenes.count > 0).sum(1) == groups
+        result[f"strict{groups}"] = verifier.strict_score(reading, scenes)[keep].mean().item()
+        result[f"soft{groups}"] = verifier.soft_score(reading, scenes)[keep].mean().item()
+    for name, truth in verifier.claims(reading, scenes).items():
+        result[name] = truth.nanmean().item()
+    return result
