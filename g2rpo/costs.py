@@ -1,0 +1,311 @@
+"""What a run will cost, before any weight is loaded: the content of `g2rpo plan`.
+
+    forwards    counted by the plans themselves (Plan.nfe), over the whole run
+    FLOPs       torch's counter on the model without storage; backward = 2 forwards
+    memory      weights, gradients and optimizer exactly; activations and buffers as estimates, so marked
+    time        forwards x seconds per forward, given or measured; nothing is guessed without that figure;
+                decoding as if at the forward's FLOP/s
+
+Reward models are not counted: their memory and time depend on what they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from g2rpo.algorithms import Algorithm
+from g2rpo.models.shape import FluxShape, flux_shape
+from g2rpo.options import make_algorithm
+from g2rpo.plans import Plan
+from g2rpo.policy import Policy
+from g2rpo.settings import Settings
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All figures of a plan. Sizes in bytes, times in seconds.
+
+    Attributes:
+        shape: of the model.
+        forwards: mean per iteration, over all processes, by part: anchor, sde, tails, total, update.
+        images: decoded and scored per iteration, over all processes, each distinct one once.
+        eval_forwards: of all evaluations and sample grids of the run.
+        trained_params: numbers that the optimizer moves.
+        memory: on each process's device, by part.
+        estimated: the parts of `memory` that are estimates.
+        disk: by part.
+        flops: of the whole run, rollout, update and decoding.
+        seconds: of an iteration by part; empty without a figure for a forward.
+        run_seconds: of the whole run; None likewise.
+        notes: what a person should know, such as granularities that coincide.
+    """
+
+    shape: FluxShape
+    forwards: dict[str, float]
+    images: float
+    eval_forwards: int
+    trained_params: int
+    memory: dict[str, int]
+    estimated: frozenset[str]
+    disk: dict[str, int]
+    flops: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    run_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.memory.values())
+
+
+def plan_costs(
+    settings: Settings,
+    *,
+    num_processes: int = 1,
+    seconds_per_forward: float | None = None,
+    memory_bytes: int | None = None,
+    num_prompts: int | None = None,
+) -> Costs:
+    """Figures of a run with these settings.
+
+    Args:
+        num_processes: over which the groups of an iteration are divided; each holds the whole policy.
+        seconds_per_forward: of one image on one device (`measure_forward`, or a figure of ones own).
+        memory_bytes: of a device; what does not fit, and which setting would, becomes a note.
+        num_prompts: in the prompt source; bounds the embedding cache.
+
+    Raises:
+        ValueError: a model or settings that do not exist or fit, or groups that cannot be divided evenly.
+    """
+    if num_processes < 1 or settings.prompts_per_iteration % num_processes:
+        raise ValueError(
+            f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly among "
+            f"{num_processes} processes; make it a multiple"
+        )
+    if seconds_per_forward is not None and not seconds_per_forward > 0:
+        raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
+    shape = flux_shape(
+        settings.model, resolution=settings.resolution, max_sequence_length=settings.max_sequence_length
+    )
+    algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+    plans = run_plans(settings, algorithm)
+    groups, n = settings.prompts_per_iteration, len(plans)
+    counts = [plan.nfe(settings.group_size) for plan in plans]
+    forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
+    per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
+    images = groups * sum(per_group) / n
+    # Backward is twice the forward; a KL adds the reference's forward.
+    update_cost = (4 if algorithm.kl_beta else 3) * forwards["update"]
+    eval_forwards = _eval_forwards(settings)
+    forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
+    flops = forward_flops * shape.forward_flops + n * images * shape.decode_flops
+    trained = _trained_params(settings, shape)
+    memory, estimated = _memory(settings, shape, plans, groups // num_processes, trained)
+    seconds: dict[str, float] = {}
+    run_seconds = None
+    if seconds_per_forward is not None:
+        decode = images * shape.decode_flops / shape.forward_flops
+        parts = {"rollout": forwards["total"], "decode": decode, "update": update_cost}
+        seconds = {part: value * seconds_per_forward / num_processes for part, value in parts.items()}
+        run_seconds = n * sum(seconds.values()) + eval_forwards * seconds_per_forward / num_processes
+    notes = coinciding_tails(plans, settings)
+    if memory_bytes is not None:
+        notes += _fit_notes(settings, shape, plans, groups // num_processes, memory_bytes)
+    return Costs(
+        shape=shape,
+        forwards=forwards,
+        images=images,
+        eval_forwards=eval_forwards,
+        trained_params=trained,
+        memory=memory,
+        estimated=estimated,
+        disk=_disk(settings, shape, trained, num_prompts),
+        flops=flops,
+        seconds=seconds,
+        run_seconds=run_seconds,
+        notes=notes,
+    )
+
+
+def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
+    """The plan of every iteration: a window moves, and with it the counts."""
+    return [
+        algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
+        for train_step in range(settings.iterations)
+    ]
+
+
+def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ...]:
+    """A line for each noise step after which two granularities walk the same tail."""
+    granularities = settings.option("granularities")
+    lines = []
+    for plan in dict.fromkeys(plans):
+        for branch in plan.branches:
+            for (i, first), (j, second) in combinations(enumerate(branch.tails), 2):
+                if first == second:
+                    lines.append(
+                        f"after noise step {branch.noise_steps[-1]}, granularities {granularities[i]} and "
+                        f"{granularities[j]} give the same tail: one image, scored once, counts for both"
+                    )
+    return tuple(dict.fromkeys(lines))
+
+
+def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> float:
+    """Seconds per image of a no-grad forward, after one to warm up; the figure that `plan_costs` takes."""
+    cond = policy.encode(["a red circle on a white background"])
+    cond = cond[torch.zeros(batch, dtype=torch.long, device=cond.text.device)]
+    x = torch.zeros(batch, *policy.latent_shape, device=policy.device)
+    sigma = torch.full((batch,), 0.5, device=policy.device)
+    best = float("inf")
+    with torch.no_grad():
+        for repeat in range(repeats + 1):
+            start = time.perf_counter()
+            policy.velocity(x, sigma, cond).sum().item()  # .item() waits for the device
+            if repeat:
+                best = min(best, time.perf_counter() - start)
+    return best / batch
+
+
+def rows(costs: Costs) -> list[tuple[str, str, str]]:
+    """(section, item, value) lines for a table."""
+    shape = costs.shape
+    table = [
+        (
+            "model",
+            "image",
+            f"{shape.resolution_px} x {shape.resolution_px} px, {shape.latent_shape[0]} latent tokens",
+        ),
+        ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
+        ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
+        ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP an image"),
+    ]
+    for part, count in costs.forwards.items():
+        item = {"total": "rollout, all", "update": "update (with backward)"}.get(part, f"rollout, {part}")
+        table.append(("forwards an iteration", item, f"{count:,.0f}"))
+    table += [
+        ("images an iteration", "decoded and scored", f"{costs.images:,.0f}"),
+        ("forwards a run", "evaluations and samples", f"{costs.eval_forwards:,}"),
+        ("compute", "whole run", f"{costs.flops / 1e15:,.3g} PFLOP"),
+    ]
+    for part, size in costs.memory.items():
+        about = "about " if part in costs.estimated else ""
+        table.append(("memory a device", part, f"{about}{_size(size)}"))
+    table.append(("memory a device", "all, without rewards", f"about {_size(costs.memory_bytes)}"))
+    table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
+    table += [("time an iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
+    if costs.run_seconds is not None:
+        table.append(("time", "whole run, without scoring", f"{costs.run_seconds / 3600:,.2f} h"))
+    return table + [("note", "", note) for note in costs.notes]
+
+
+def _eval_forwards(settings: Settings) -> int:
+    """Evaluations and grids at the start and every interval; grids at both ends where none is set."""
+    evaluations = settings.iterations // settings.eval_every + 1 if settings.eval_every else 0
+    grids = settings.iterations // settings.sample_every + 1 if settings.sample_every else 2
+    images = evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts
+    return images * settings.eval_num_steps
+
+
+def _trained_params(settings: Settings, shape: FluxShape) -> int:
+    return shape.lora_params_per_rank * settings.lora_rank or shape.transformer_params
+
+
+def _memory(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], groups: int, trained: int
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Bytes by part on a device that holds the whole policy; which parts are estimates."""
+    half = settings.precision == "bfloat16"
+    compute_bytes = 2 if half else 4
+    lora = settings.lora_rank > 0
+    base = shape.transformer_params * (compute_bytes if lora else 4) + (trained * 4 if lora else 0)
+    tokens, width = shape.tokens, shape.width
+    # Update: what the backward needs of a block is about 34 bytes a token and channel in 16 bits
+    # (Korthikanti et al., arXiv:2205.05198, without the attention matrix, which is never stored).
+    update_rows = min(settings.update_batch, max(plan.nfe(settings.group_size)["update"] for plan in plans))
+    stored = update_rows * tokens * width * shape.blocks * 17 * compute_bytes
+    # Rollout: one block's q, k, v, MLP (4 widths, twice), their joint output and the residual at a time.
+    transient = settings.rollout_batch * tokens * width * 16 * compute_bytes
+    latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
+    member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
+    shared_states = max(p.anchor_evaluations for p in plans)
+    vae_bytes = compute_bytes if settings.device != "cpu" else 4
+    pixels = shape.resolution_px**2
+    memory = {
+        "policy weights": base,
+        "gradients": 4 * trained,
+        "AdamW moments": 8 * trained,
+        **({"EMA": 4 * trained} if settings.ema_decay else {}),
+        **({"bfloat16 copies of the weights": 2 * trained} if half and not lora else {}),
+        **({"reference weights": 4 * trained} if settings.option("kl_beta") and not lora else {}),
+        "VAE and text encoders": shape.vae_params * vae_bytes + shape.text_params * compute_bytes,
+        "latents of the rollout": groups * latent * (settings.group_size * member_states + shared_states),
+        "activations": max(stored, transient),
+        "decoding": settings.decode_batch * pixels * (3 * 4 + 3 * shape.decoder_width * vae_bytes),
+    }
+    return memory, frozenset(["latents of the rollout", "activations", "decoding"])
+
+
+def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
+    one = trained * (12 + (4 if settings.ema_decay else 0))
+    written = settings.iterations // settings.checkpoint_every
+    kept = min(settings.keep_last, max(written, 1))
+    if settings.keep_every:
+        kept += settings.iterations // settings.keep_every
+    used = settings.iterations * settings.prompts_per_iteration
+    prompts = min(used, num_prompts) if num_prompts is not None else used
+    row = shape.text_tokens * shape.text_dim + shape.pooled_dim
+    return {
+        "a checkpoint": one,
+        f"checkpoints ({kept} kept, 1 in writing)": (kept + 1) * one,
+        f"embeddings of {prompts:,} prompts": prompts * row * (2 if settings.precision == "bfloat16" else 4),
+        "export": 4 * trained,
+    }
+
+
+def _fit_notes(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], groups: int, memory_bytes: int
+) -> tuple[str, ...]:
+    """Nothing if it fits; else what is too large and the first change of settings that would fit."""
+
+    def parts(changes: dict[str, Any]) -> dict[str, int]:
+        changed = settings.model_copy(update=changes)
+        return _memory(changed, shape, plans, groups, _trained_params(changed, shape))[0]
+
+    def needed(changes: dict[str, Any]) -> int:
+        return sum(parts(changes).values())
+
+    if needed({}) <= memory_bytes:
+        return ()
+    largest = max(parts({}).items(), key=lambda part: part[1])[0]
+    problem = (
+        f"does not fit: about {_size(needed({}))} of {_size(memory_bytes)}; the largest part is {largest}"
+    )
+    batches = {"rollout_batch": 1, "decode_batch": 1}
+    for changes in (
+        {
+            "rollout_batch": max(1, settings.rollout_batch // 4),
+            "decode_batch": max(1, settings.decode_batch // 4),
+        },
+        batches,
+        {**batches, "precision": "bfloat16"},
+        {"precision": "bfloat16", "lora_rank": settings.lora_rank or 64},
+        {**batches, "precision": "bfloat16", "lora_rank": settings.lora_rank or 64},
+        {**batches, "precision": "bfloat16", "lora_rank": min(settings.lora_rank or 64, 16)},
+    ):
+        if needed(changes) <= memory_bytes:
+            shown = " ".join(f"{key}={value}" for key, value in changes.items())
+            return (problem, f"would fit, in about {_size(needed(changes))}: {shown}")
+    return (problem, "no batch size, precision or LoRA rank makes it fit: take a smaller resolution or model")
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GB:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"

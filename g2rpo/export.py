@@ -1,0 +1,255 @@
+"""A trained policy as files that other programs load.
+
+    diffusers   FluxPipeline.from_pretrained(FOLDER): the tuned transformer, the base's other parts
+    lora        pipeline.load_lora_weights(FOLDER): the adapters alone
+
+Each with README.md (a model card: settings, rewards, metrics, the base's licence) and g2rpo.json, from
+which `g2rpo sample FOLDER` takes guidance, resolution and base model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from g2rpo.metrics import read_metrics
+from g2rpo.models.files import PARTS
+from g2rpo.models.flux import FluxPolicy
+from g2rpo.models.weights import LORA_FILE
+from g2rpo.saved import EXPORT_FILE, open_run
+from g2rpo.settings import Settings
+
+Kind = Literal["auto", "diffusers", "lora"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def export_run(
+    run: str | Path,
+    out: str | Path | None = None,
+    *,
+    kind: Kind = "auto",
+    dtype: str = "float32",
+) -> Path:
+    """Exports a run's newest checkpoint, or one checkpoint of it, to `out` (None: RUN/export).
+
+    Args:
+        kind: "diffusers", "lora", or "auto": lora for runs that trained adapters.
+        dtype: of the written weights. bfloat16 halves the size; it rounds weights to 8 bits, which can be
+            as much as a short training changed them.
+
+    Raises:
+        ValueError: no checkpoint, an `out` that holds something else, or a kind that the run does not have.
+    """
+    policy, settings, state = open_run(run, device="cpu", precision="float32")
+    folder = Path(run) if (Path(run) / "config.toml").is_file() else Path(run).parent.parent
+    metrics_file = folder / "metrics.jsonl"
+    metrics = read_metrics(metrics_file) if metrics_file.is_file() else []
+    iteration = int(state["iteration"])
+    return export_policy(
+        policy,
+        Path(out) if out is not None else folder / "export",
+        settings=settings,
+        metrics=[line for line in metrics if line.get("step", 0) <= iteration],
+        iteration=iteration,
+        kind=kind,
+        dtype=dtype,
+    )
+
+
+def export_policy(
+    policy: FluxPolicy,
+    out: Path,
+    *,
+    settings: Settings,
+    metrics: Sequence[Mapping[str, Any]],
+    iteration: int,
+    kind: Kind = "auto",
+    dtype: str = "float32",
+) -> Path:
+    """Writes `policy` to the folder `out`, whole or not at all, replacing an earlier export; returns `out`.
+
+    Args:
+        settings, metrics, iteration: for the model card; metrics are the lines of metrics.jsonl.
+        kind, dtype: as `export_run`.
+
+    Raises:
+        ValueError: as `export_run`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+    if kind not in ("auto", "diffusers", "lora"):
+        raise ValueError(f"kind={kind!r}: choose auto, diffusers or lora")
+    adapters = bool(getattr(policy.module, "peft_config", None))
+    if kind == "lora" and not adapters:
+        raise ValueError(
+            "this run trained all weights (lora_rank=0), so there is no LoRA; use kind=diffusers"
+        )
+    if out.exists() and not (out / EXPORT_FILE).is_file():
+        raise ValueError(f"{out} exists and is no export of g2rpo; choose another folder")
+    unfinished = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    as_lora = adapters if kind == "auto" else kind == "lora"
+    if as_lora:
+        _write_lora(policy, unfinished, DTYPES[dtype])
+    else:
+        _write_pipeline(policy, unfinished, DTYPES[dtype])
+    record = {
+        "base_model": settings.model,
+        "guidance": policy.guidance,
+        "resolution": policy.resolution,
+        "iteration": iteration,
+        "settings": settings.resolved().model_dump(mode="json"),
+    }
+    (unfinished / EXPORT_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+    card = model_card(settings, metrics, iteration, policy=policy, as_lora=as_lora)
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    for licence in policy.folder.glob("LICENSE*"):
+        shutil.copyfile(licence, unfinished / licence.name)
+    if out.exists():
+        shutil.rmtree(out)
+    unfinished.rename(out)
+    return out
+
+
+def merged_state(module: Any) -> dict[str, Tensor]:
+    """The transformer's weights under their plain names, in float32 on the CPU, adapters added in."""
+    layers = {name: layer for name, layer in module.named_modules() if hasattr(layer, "get_delta_weight")}
+    merged: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if ".lora_" in name:
+            continue
+        weight = value.detach().float().cpu()
+        owner, is_base, rest = name.partition(".base_layer.")
+        if is_base and rest == "weight":
+            for adapter in layers[owner].active_adapters:
+                weight = weight + layers[owner].get_delta_weight(adapter).detach().float().cpu()
+        merged[name.replace(".base_layer.", ".")] = weight
+    return merged
+
+
+def _write_pipeline(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    # Without storage of its own: the weights assigned below are the only copy.
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel.from_config(policy.module.config)
+    state = {name: value.to(dtype) for name, value in merged_state(policy.module).items()}
+    transformer.load_state_dict(state, assign=True)
+    transformer.save_pretrained(out / "transformer")
+    # copytree follows the hub cache's links, so the export stands alone.
+    for part in PARTS:
+        if part != "transformer":
+            shutil.copytree(policy.folder / part, out / part)
+    shutil.copyfile(policy.folder / "model_index.json", out / "model_index.json")
+    for path in [out, *out.rglob("*")]:
+        path.chmod(path.stat().st_mode | 0o200)  # a base that is read-only must not make an export so
+
+
+def _write_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
+    from diffusers.loaders import FluxLoraLoaderMixin
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(policy.module, adapter_name="default")
+    FluxLoraLoaderMixin.save_lora_weights(
+        out,
+        transformer_lora_layers={name: value.detach().cpu().to(dtype) for name, value in state.items()},
+        transformer_lora_adapter_metadata=policy.module.peft_config["default"].to_dict(),
+        weight_name=LORA_FILE,
+    )
+
+
+def model_card(
+    settings: Settings,
+    metrics: Sequence[Mapping[str, Any]],
+    iteration: int,
+    *,
+    policy: FluxPolicy,
+    as_lora: bool,
+) -> str:
+    """README.md of an export: what it is, how to load it, how it was trained, what it scores, its licence."""
+    licence = base_licence(policy.folder)
+    embedded = settings.model.startswith("tiny")
+    base = "the embedded model of g2rpo" if embedded else settings.model
+    head = ["library_name: diffusers", "pipeline_tag: text-to-image"]
+    head += [] if embedded or Path(settings.model).exists() else [f"base_model: {settings.model}"]
+    head += [f"{key}: {value}" for key, value in licence.items()]
+    head += ["tags:", "- g2rpo", "- reinforcement-learning", *(["- lora"] if as_lora else [])]
+    rewards = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())
+    side, tokens = policy.resolution, policy.text.max_sequence_length
+    call = f"guidance_scale={policy.guidance:g}, height={side}, width={side}, max_sequence_length={tokens}"
+    load = (
+        'pipeline = FluxPipeline.from_pretrained("BASE MODEL")\npipeline.load_lora_weights("THIS FOLDER")'
+        if as_lora
+        else 'pipeline = FluxPipeline.from_pretrained("THIS FOLDER")'
+    )
+    terms = licence.get("license_name") or licence.get("license")
+    lines = [
+        "---",
+        *head,
+        "---",
+        "",
+        f"# {Path(settings.out).name}",
+        "",
+        f"{base}, trained for {iteration} iterations with {settings.algorithm} (g2rpo) on: {rewards}.",
+        "",
+        "```python",
+        "from diffusers import FluxPipeline",
+        "",
+        load,
+        f'image = pipeline("…", {call}).images[0]',
+        "```",
+        "",
+        "## Metrics",
+        "",
+        *_metrics_table(metrics),
+        "",
+        "A reward that was trained on rises more easily than the pictures get better; judge by the others.",
+        "",
+        "## Licence",
+        "",
+        f"These weights derive from {base} and stay under its terms"
+        + (f": {terms}." if terms else "; its files state none, so ask its owner before using them."),
+        "",
+        "## Settings",
+        "",
+        "```toml",
+        settings.to_toml().rstrip(),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def base_licence(folder: Path) -> dict[str, str]:
+    """`license`, `license_name`, `license_link` of the base model's card, those that it has."""
+    card = folder / "README.md"
+    head = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8"), re.S) if card.is_file() else None
+    if head is None:
+        return {}
+    found = re.findall(r"^(license(?:_name|_link)?):[ \t]*(.+?)[ \t]*$", head[1], re.M)
+    return {key: value for key, value in found}
+
+
+def _metrics_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """First and last value of every reward and evaluation, as Markdown."""
+    series: dict[str, list[float]] = {}
+    for line in metrics:
+        for key, value in line.items():
+            if (
+                key.startswith(("reward/", "eval/"))
+                and isinstance(value, int | float)
+                and math.isfinite(value)
+            ):
+                series.setdefault(key, []).append(float(value))
+    if not series:
+        return ["None were recorded."]
+    rows = [f"| {key} | {values[0]:.4f} | {values[-1]:.4f} |" for key, values in sorted(series.items())]
+    return ["| metric | first | last |", "| --- | --- | --- |", *rows]

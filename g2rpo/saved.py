@@ -1,0 +1,135 @@
+"""Any model a command may name, opened as a policy.
+
+tiny, tiny@NAME, owner/model      the embedded model, the hub
+FOLDER with model_index.json      a base model or an export
+FOLDER with config.toml           a run: its newest checkpoint (or one RUN/checkpoints/step_…)
+a LoRA folder, a .safetensors     put onto `base`
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g2rpo.checkpoint import latest_checkpoint, load_checkpoint
+from g2rpo.config import read_settings
+from g2rpo.models import load_policy
+from g2rpo.models.flux import FluxPolicy, Precision
+from g2rpo.models.weights import LORA_FILE
+from g2rpo.settings import Settings
+
+EXPORT_FILE = "g2rpo.json"
+"""Beside an export's weights: its base model and the settings of its run."""
+
+
+def policy_of(settings: Settings, **changes: Any) -> FluxPolicy:
+    """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
+    arguments: dict[str, Any] = {
+        "device": settings.device,
+        "precision": settings.precision,
+        "guidance": settings.guidance,
+        "resolution": settings.resolution,
+        "max_sequence_length": settings.max_sequence_length,
+        "lora_rank": settings.lora_rank,
+        "lora_alpha": settings.lora_alpha,
+        "sigma_rounding": settings.sigma_rounding,
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    return load_policy(settings.model, **(arguments | given))
+
+
+def open_policy(
+    model: str | Path,
+    *,
+    base: str | None = None,
+    device: str = "auto",
+    precision: Precision | None = None,
+    guidance: float | None = None,
+    resolution: int | None = None,
+) -> FluxPolicy:
+    """The policy that `model` names (see the top of this file).
+
+    Args:
+        base: model that a LoRA or bare weights belong to; an exported LoRA knows its own.
+        precision, guidance, resolution: None: the run's or the export's own, else float32, 3.5, the model's.
+
+    Raises:
+        ValueError: no such model, a run without a checkpoint, or weights without a base.
+    """
+    path = Path(model).expanduser()
+    changes = {"device": device, "precision": precision, "guidance": guidance, "resolution": resolution}
+    run = _run_of(path)
+    if run is not None:
+        policy, _, _ = open_run(path, **changes)
+        return policy
+    record = export_record(path)
+    own: dict[str, Any] = {"guidance": record.get("guidance"), "resolution": record.get("resolution")}
+    arguments = {name: value for name, value in (own | _given(changes)).items() if value is not None}
+    if not _is_weights(path):
+        return load_policy(str(model), **arguments)
+    base = base or record.get("base_model")
+    if base is None:
+        raise ValueError(f"{model} holds weights alone; say which model they belong to with base=NAME")
+    return load_policy(base, weights=path, **arguments)
+
+
+def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, dict[str, Any]]:
+    """Policy, settings and the checkpoint's plain state (its `iteration` among them) of a run or checkpoint.
+
+    With `ema_decay` the running mean of the weights is what is opened, as in the run's own evaluations.
+
+    Raises:
+        ValueError: neither a run folder nor a checkpoint in one, or no checkpoint yet.
+    """
+    path = Path(path).expanduser()
+    run = _run_of(path)
+    if run is None:
+        raise ValueError(f"{path} is neither a run folder (with config.toml) nor a checkpoint in one")
+    checkpoint = latest_checkpoint(run) if path == run else path
+    if checkpoint is None:
+        raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
+    settings = read_settings(run)
+    policy = policy_of(settings, **changes)
+    state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
+    if settings.ema_decay:
+        _load_ema(policy, checkpoint)
+    return policy, settings, state
+
+
+def export_record(path: Path) -> dict[str, Any]:
+    """What an export says of itself: base_model, guidance, resolution, settings; {} for other models."""
+    file = path / EXPORT_FILE
+    if not file.is_file():
+        return {}
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
+@torch.no_grad()
+def _load_ema(policy: FluxPolicy, checkpoint: Path) -> None:
+    trained = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
+    mean = {name: torch.empty_like(p) for name, p in trained.items()}
+    load_checkpoint(checkpoint, {"ema": mean}, restore_random=False)
+    for name, parameter in trained.items():
+        parameter.copy_(mean[name])
+
+
+def _given(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if value is not None}
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run folder that `path` is, or is a checkpoint of."""
+    candidates = [path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])]
+    return next((folder for folder in candidates if (folder / "config.toml").is_file()), None)
+
+
+def _is_weights(path: Path) -> bool:
+    if path.is_dir():
+        return (path / LORA_FILE).is_file() or (
+            (path / "config.json").is_file() and not (path / "model_index.json").is_file()
+        )
+    return path.suffix == ".safetensors"

@@ -1,0 +1,154 @@
+"""The plan of a run against the paper's figures, measured figures, and real models and files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from random_flux import save_random_flux
+
+from g2rpo.checkpoint import save_checkpoint
+from g2rpo.conditioning import EmbeddingCache
+from g2rpo.costs import measure_forward, plan_costs, rows
+from g2rpo.models.shape import flux_shape
+from g2rpo.saved import policy_of
+from g2rpo.settings import Settings
+
+FLUX = {"model": "black-forest-labs/FLUX.1-dev", "resolution": 720, "precision": "bfloat16", "device": "cuda"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_random_flux(tmp_path_factory.mktemp("flux"))
+
+
+def test_flux_is_what_was_measured():
+    shape = flux_shape("black-forest-labs/FLUX.1-dev", resolution=720)
+    assert shape.transformer_params == 11_901_408_320
+    assert shape.latent_shape == (2025, 64) and shape.tokens == 2025 + 512
+    assert shape.forward_flops / 1e12 == pytest.approx(37.2, abs=0.1)
+    # By hand: 12 d^2 weights a token and stream in 19 double and 38 single blocks, 2 FLOPs each, and
+    # attention 4 S^2 d in each of 57; modulations and both ends are below 0.1 %.
+    d, s = 3072, 2537
+    by_hand = 2 * 12 * d * d * s * (19 + 38) + 4 * s * s * d * 57
+    assert shape.forward_flops == pytest.approx(by_hand, rel=2e-3)
+    # T5-XXL's encoder has 4.76 B parameters, CLIP-L's text tower 0.123 B, the VAE 83.8 M.
+    assert shape.text_params == pytest.approx(4.885e9, rel=1e-3) and shape.vae_params == 83_819_683
+
+
+def test_the_papers_run():
+    settings = Settings(**FLUX, prompts_per_iteration=16, iterations=300, rollout_batch=12)
+    costs = plan_costs(settings, num_processes=16, seconds_per_forward=0.064, num_prompts=103_700)
+    # T=16, K=8, G=12, strides 1, 2, 3: 1,708 forwards and 288 + 1 images a group; 8 update forwards.
+    assert costs.forwards == {
+        "anchor": 16 * 16,
+        "sde": 0,
+        "tails": 16 * 1692,
+        "total": 16 * 1708,
+        "update": 128,
+    }
+    assert costs.images == 16 * 289
+    # 1,708 forwards x 16 prompts x 300 iterations x 64 ms = 146 GPU hours, on 16 GPUs
+    assert costs.seconds["rollout"] * 300 * 16 / 3600 == pytest.approx(145.7, abs=0.1)
+    # 300 x 16 prompts of 512 x 4096 + 768 bfloat16 numbers
+    assert costs.disk["embeddings of 4,800 prompts"] == 4800 * (512 * 4096 + 768) * 2
+    assert costs.disk["a checkpoint"] == 12 * 11_901_408_320
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "update", "images"),
+    [
+        ({"algorithm": "g2rpo_single"}, 1120, 8, 97),
+        ({"granularities": [1, 2]}, 1504, 8, 193),
+        ({"tail_rule": "paper"}, 1912, 8, 289),
+        ({"algorithm": "dance_grpo"}, 181, 108, 12),
+    ],
+)
+def test_other_methods(folder, options, total, update, images):
+    costs = plan_costs(Settings(model=str(folder), prompts_per_iteration=1, iterations=3, **options))
+    assert (costs.forwards["total"], costs.forwards["update"], costs.images) == (total, update, images)
+
+
+def test_a_moving_window_is_averaged(folder):
+    # MixGRPO, T=8, window 2 at 0, then 1: anchor 1 + start, one more noisy step, tail from start + 2 to 8.
+    options = {"algorithm": "mix_grpo", "num_steps": 8, "window": 2, "window_hold": 1, "group_size": 4}
+    costs = plan_costs(Settings(model=str(folder), prompts_per_iteration=1, iterations=2, **options))
+    assert costs.forwards["anchor"] == 1.5 and costs.forwards["sde"] == 4
+    assert costs.forwards["tails"] == 4 * (6 + 5) / 2
+
+
+def test_granularities_that_coincide_are_named(folder):
+    # After noise step 3 of 5 the state is at 4: both strides go straight to the image.
+    options = {"num_steps": 5, "train_steps": [0, 3], "granularities": [1, 2], "group_size": 2}
+    costs = plan_costs(Settings(model=str(folder), prompts_per_iteration=1, **options))
+    assert costs.notes == (
+        "after noise step 3, granularities 1 and 2 give the same tail: "
+        "one image, scored once, counts for both",
+    )
+    assert costs.images == 2 * (2 + 1) + 1
+
+
+@pytest.mark.parametrize(("lora_rank", "precision"), [(0, "float32"), (3, "float32"), (3, "bfloat16")])
+def test_weights_are_counted_exactly(folder, lora_rank, precision):
+    settings = Settings(model=str(folder), lora_rank=lora_rank, precision=precision, device="cpu")
+    policy = policy_of(settings)
+    policy.encode(["a star"])
+    parameters = list(policy.module.parameters())
+    costs = plan_costs(settings)
+    assert costs.trained_params == sum(p.numel() for p in parameters if p.requires_grad)
+    assert costs.memory["policy weights"] == sum(p.nbytes for p in parameters)
+    frozen = [policy.vae, *policy.text._encoders]
+    assert costs.memory["VAE and text encoders"] == sum(p.nbytes for m in frozen for p in m.parameters())
+
+
+def test_disk_is_what_a_run_writes(folder, tmp_path):
+    settings = Settings(model=str(folder), device="cpu", iterations=1, prompts_per_iteration=3)
+    policy = policy_of(settings)
+    optimizer = torch.optim.AdamW(policy.module.parameters())
+    policy.velocity(torch.zeros(1, 16, 16), torch.ones(1), policy.encode(["a"])).sum().backward()
+    optimizer.step()
+    path = save_checkpoint(tmp_path / "run", 1, {"module": policy.module, "optimizer": optimizer})
+    costs = plan_costs(settings)
+    written = sum(f.stat().st_size for f in path.glob("*.distcp"))
+    # Each tensor (a weight, two moments, a step count) carries up to 2 kB of headers.
+    num_tensors = 4 * len(list(policy.module.parameters()))
+    assert 0 <= written - costs.disk["a checkpoint"] <= 2000 * num_tensors
+    EmbeddingCache(tmp_path / "cache").fill(policy, ["a", "red", "star"])
+    shard = next((tmp_path / "cache").rglob("*.safetensors"))
+    assert costs.disk["embeddings of 3 prompts"] == pytest.approx(shard.stat().st_size, rel=0.1)
+
+
+def test_what_does_not_fit_comes_with_what_would():
+    settings = Settings(**FLUX, rollout_batch=12, decode_batch=4)
+    costs = plan_costs(settings, memory_bytes=80 * 10**9)
+    problem, remedy = costs.notes
+    assert problem.startswith("does not fit: about") and "80.00 GB" in problem
+    assert "lora_rank=" in remedy
+    changes = dict(change.split("=") for change in remedy.split(": ")[1].split())
+    numbers = {key: int(value) for key, value in changes.items() if value.isdigit()}
+    fitting = settings.model_copy(update={**changes, **numbers})
+    assert plan_costs(fitting, memory_bytes=80 * 10**9).notes == ()
+    assert "take a smaller resolution" in plan_costs(settings, memory_bytes=10**9).notes[1]
+
+
+def test_time_is_told_only_from_a_figure(folder):
+    settings = Settings(model=str(folder), device="cpu", iterations=2)
+    assert plan_costs(settings).run_seconds is None
+    seconds = measure_forward(policy_of(settings), batch=2)
+    assert 0 < seconds < 5
+    costs = plan_costs(settings, seconds_per_forward=seconds)
+    assert costs.run_seconds > 2 * costs.seconds["rollout"] > 0
+    table = rows(costs)
+    assert ("forwards an iteration", "rollout, all", f"{4 * 1708:,}") in table
+    assert {section for section, _, _ in table} >= {"model", "memory a device", "disk", "time"}
+
+
+def test_what_a_user_can_get_wrong(folder, tmp_path):
+    settings = Settings(model=str(folder), prompts_per_iteration=4)
+    with pytest.raises(ValueError, match="divided evenly among 3"):
+        plan_costs(settings, num_processes=3)
+    with pytest.raises(ValueError, match="seconds_per_forward"):
+        plan_costs(settings, seconds_per_forward=0.0)
+    with pytest.raises(ValueError, match="no multiple of 4"):
+        plan_costs(settings.model_copy(update={"resolution": 18}))
+    with pytest.raises(ValueError, match="missing"):
+        flux_shape(tmp_path)

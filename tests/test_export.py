@@ -1,0 +1,173 @@
+"""Exports load in stock diffusers and give the same velocity; saved models open by their path."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from random_flux import save_random_flux
+
+from g2rpo.checkpoint import save_checkpoint
+from g2rpo.config import Settings
+from g2rpo.export import base_licence, export_run
+from g2rpo.models.flux import FluxPolicy
+from g2rpo.saved import open_policy, policy_of
+
+PROMPTS = ["a red circle", "two blue stars"]
+CARD = "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial-license\n---\nText"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = save_random_flux(tmp_path_factory.mktemp("base"))
+    (folder / "README.md").write_text(CARD)
+    (folder / "LICENSE.md").write_text("terms")
+    return folder
+
+
+def make_run(out: Path, base: Path, lora_rank: int, ema_decay: float = 0.0) -> tuple[Path, FluxPolicy]:
+    """A run folder as training leaves it, with weights moved away from the base."""
+    settings = Settings(
+        model=str(base),
+        lora_rank=lora_rank,
+        guidance=2.0,
+        out=str(out),
+        ema_decay=ema_decay,
+        seed=3,
+        device="cpu",
+    )
+    policy = policy_of(settings)
+    generator = torch.Generator().manual_seed(1)
+    trained = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    state = {"module": policy.module, "position": 8}
+    if ema_decay:
+        state["ema"] = {name: p.detach() * 0.5 for name, p in trained.items()}
+    save_checkpoint(out, 5, state)
+    (out / "config.toml").write_text(settings.to_toml())
+    lines = [{"step": s, "reward/tiny_clip": 0.1 * s, "eval/verifier": 0.5, "loss": 0.0} for s in range(1, 7)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out, policy
+
+
+@torch.no_grad()
+def velocity(policy: FluxPolicy) -> torch.Tensor:
+    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(7))
+    return policy.velocity(x, torch.tensor([0.9, 0.3]), policy.encode(PROMPTS))
+
+
+@torch.no_grad()
+def stock_velocity(pipeline, guidance: float) -> torch.Tensor:
+    """The same through a stock pipeline's own parts."""
+    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(7))
+    text, pooled, txt_ids = pipeline.encode_prompt(PROMPTS, max_sequence_length=12)
+    ids = pipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32)
+    return pipeline.transformer(
+        hidden_states=x, encoder_hidden_states=text, pooled_projections=pooled, txt_ids=txt_ids, img_ids=ids,
+        timestep=torch.tensor([0.9, 0.3]), guidance=torch.full((2,), guidance), return_dict=False,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lora_rank", "kind"), [(0, "auto"), (2, "diffusers")])
+def test_whole_model_loads_in_the_stock_pipeline(base, tmp_path, lora_rank, kind):
+    from diffusers import FluxPipeline
+
+    run, policy = make_run(tmp_path / "run", base, lora_rank)
+    out = export_run(run, kind=kind)
+    assert out == run / "export"
+    pipeline = FluxPipeline.from_pretrained(out)
+    expected = velocity(policy)
+    assert (expected - velocity(open_policy(base, guidance=2.0, device="cpu"))).abs().max() > 0.05
+    torch.testing.assert_close(stock_velocity(pipeline, 2.0), expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name, _ in pipeline.transformer.named_parameters())
+    # The export knows the guidance that it was trained with.
+    torch.testing.assert_close(velocity(open_policy(out, device="cpu")), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_loads_in_the_stock_pipeline(base, tmp_path):
+    from diffusers import FluxPipeline
+
+    run, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    out = export_run(run, tmp_path / "adapters")
+    assert not (out / "transformer").exists()
+    pipeline = FluxPipeline.from_pretrained(base)
+    pipeline.load_lora_weights(out)
+    expected = velocity(policy)
+    torch.testing.assert_close(stock_velocity(pipeline, 2.0), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(velocity(open_policy(out, device="cpu")), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_runs_and_checkpoints_open(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0)
+    assert torch.equal(velocity(open_policy(run)), velocity(policy))
+    assert torch.equal(velocity(open_policy(run / "checkpoints" / "step_000005")), velocity(policy))
+
+
+def test_ema_is_what_opens(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0, ema_decay=0.9)
+    opened = dict(open_policy(run).module.named_parameters())
+    for name, parameter in policy.module.named_parameters():
+        assert torch.equal(opened[name], 0.5 * parameter)
+
+
+def test_bare_weights_need_their_base(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0)
+    out = export_run(run)
+    weights = out / "transformer" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ValueError, match="base=NAME"):
+        open_policy(weights)
+    opened = open_policy(weights, base=str(base), guidance=2.0, device="cpu")
+    assert torch.equal(velocity(opened), velocity(policy))
+
+
+def test_bfloat16_halves_the_transformer(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    whole = (export_run(run) / name).stat().st_size
+    half = (export_run(run, dtype="bfloat16") / name).stat().st_size
+    assert half < 0.6 * whole
+
+
+def test_model_card(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2)
+    out = export_run(run)
+    card = (out / "README.md").read_text()
+    assert (
+        "license_name: flux-1-dev-non-commercial-license" in card
+        and (out / "LICENSE.md").read_text() == "terms"
+    )
+    # Metrics up to the checkpoint's iteration 5: first 0.1, last 0.5, not the sixth line's 0.6.
+    assert "| reward/tiny_clip | 0.1000 | 0.5000 |" in card and "loss" not in card.split("## Settings")[0]
+    assert "trained for 5 iterations with g2rpo" in card and "lora_rank = 2" in card
+    assert "guidance_scale=2, height=16, width=16, max_sequence_length=12" in card
+    assert json.loads((out / "g2rpo.json").read_text())["base_model"] == str(base)
+    assert base_licence(tmp_path) == {}
+
+
+def test_what_a_user_can_get_wrong(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    with pytest.raises(ValueError, match="no LoRA"):
+        export_run(run, kind="lora")
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        export_run(run, dtype="int8")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is no export of g2rpo"):
+        export_run(run, precious)
+    assert (precious / "thesis.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="neither a run folder"):
+        export_run(tmp_path)
+    (run / "latest").unlink()
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        export_run(run)
+
+
+def test_exporting_again_replaces_the_export(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    out = export_run(run)
+    (out / "stale").write_text("old")
+    assert export_run(run) == out and not (out / "stale").exists()
+    assert not list(run.glob("*.tmp"))
