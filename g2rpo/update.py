@@ -1,0 +1,220 @@
+"""The update: rollouts to advantages, advantages to a loss, the loss to one optimizer step or several.
+
+    rows     one network forward each: an anchor state that G members share, or one member's own state
+    loss     minus the clipped objective (loss.py), the mean over all trained (prompt, step, member)
+    steps    "once": gradients of all noise steps together, one optimizer step;
+             "per_step": an optimizer step after each noise step
+
+With one optimizer step the old log-probability is the new one, detached, and the ratio is exactly 1. With
+several, one pass without gradient through the same forwards gives it, before the first step.
+
+Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own), L tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.advantages import group_advantages, pooled_std
+from g2rpo.algorithms import Algorithm
+from g2rpo.loss import clipped_surrogate, step_kl
+from g2rpo.policy import Conditioning, Policy
+from g2rpo.rollout import Rollout
+from g2rpo.sde import transition, transition_log_prob
+
+Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
+
+
+class NotFinite(RuntimeError):
+    """The gradient is not a number; the weights are as they were before the update."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the update needs of all groups of an iteration, one network forward a row.
+
+    Attributes:
+        x: [N, L, C]. x_next: [N, G, L, C]. step: [N], index into the schedule. prompt: [N], row of the
+            conditioning. advantages, rollout_log_prob: [N, G].
+    """
+
+    x: Tensor
+    x_next: Tensor
+    step: Tensor
+    prompt: Tensor
+    advantages: Tensor
+    rollout_log_prob: Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: Tensor | slice) -> Rows:
+        return Rows(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+
+def advantages_of(
+    rollouts: Sequence[Rollout], algorithm: Algorithm, weights: Sequence[float]
+) -> list[Tensor]:
+    """Advantages [K, G] of each group, by the algorithm's rule; what judges a path holds for its K steps."""
+    weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
+    if algorithm.normalize_weights:
+        weight = weight / weight.sum()
+    spread = None
+    if algorithm.advantage_std == "batch":
+        spread = pooled_std(torch.stack([r.rewards for r in rollouts], 1), ddof=algorithm.advantage_ddof)
+    return [
+        group_advantages(
+            r.rewards,
+            weight,
+            algorithm.advantage_clip,
+            # what judges a path is the same for its steps; its own step's latents may still be broken
+            valid=r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True),
+            eps=algorithm.advantage_eps,
+            ddof=algorithm.advantage_ddof,
+            std=spread,
+        ).expand(len(r.step), -1)
+        for r in rollouts
+    ]
+
+
+def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
+    """The rows of all groups, in the order (prompt, step[, member])."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in Rows.__dataclass_fields__}
+    for p, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
+        group_size = rollout.log_prob.shape[1]
+        if rollout.x.shape[1] == 1:  # one forward serves the group: all of its members are trained
+            assert bool(rollout.train_mask.all())
+            row = {
+                "x": rollout.x[:, 0],
+                "x_next": rollout.x_next,
+                "step": rollout.step[:, 0],
+                "advantages": advantage,
+                "rollout_log_prob": rollout.log_prob,
+            }
+        else:
+            kept = rollout.train_mask.flatten()
+            row = {
+                "x": rollout.x.flatten(0, 1)[kept],
+                "x_next": rollout.x_next.flatten(0, 1)[kept][:, None],
+                "step": rollout.step.expand(-1, group_size).flatten()[kept],
+                "advantages": advantage.flatten()[kept][:, None],
+                "rollout_log_prob": rollout.log_prob.flatten()[kept][:, None],
+            }
+        row["prompt"] = torch.full_like(row["step"], p)
+        for name, value in row.items():
+            parts[name].append(value)
+    return Rows(**{name: torch.cat(values) for name, values in parts.items()})
+
+
+def reference_of(policy: Policy, lora: bool) -> Velocity:
+    """The velocity of the policy as it is now, for the KL: without its adapters, or by a frozen copy."""
+    if lora:
+        module: Any = policy.module
+
+        def without_adapters(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            module.disable_adapters()
+            try:
+                return policy.velocity(x, sigma, cond)
+            finally:
+                module.enable_adapters()
+
+        return without_adapters
+    frozen = copy.deepcopy(policy)
+    frozen.module.requires_grad_(False)
+    return frozen.velocity
+
+
+def update(
+    policy: Policy,
+    algorithm: Algorithm,
+    rows: Rows,
+    cond: Conditioning,
+    sigmas: Tensor,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_grad_norm: float,
+    update_batch: int = 16,
+    reference: Velocity | None = None,
+) -> dict[str, float]:
+    """Train the policy on one iteration's rows.
+
+    Args:
+        cond: one row a prompt.
+        sigmas: the schedule [T + 1].
+        max_grad_norm: gradients are scaled down to this norm.
+        update_batch: rows of one forward and backward; changes results by rounding only.
+        reference: velocity of the KL's other side; needed with kl_beta > 0.
+
+    Returns:
+        loss, grad_norm, ratio_max_dev, clip_fraction, approx_kl, rollout_ratio_dev (largest |ratio - 1|
+        between the update's first forward and the rollout's) and, with a KL, kl. Means over optimizer steps.
+
+    Raises:
+        NotFinite: a gradient that is not a number; no step was taken with it.
+    """
+    schedule = sigmas.to(rows.x.device)
+    parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    index = torch.arange(len(rows), device=rows.x.device)
+    groups = [index] if algorithm.update == "once" else [index[rows.step == k] for k in rows.step.unique()]
+
+    def evaluate(part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability [N, G] of the members' states, with mean [N * G, ...] and std of their step."""
+        members = part.x_next.shape[1]
+        v = velocity(part.x, schedule[part.step], cond[part.prompt])
+        step = part.step.repeat_interleave(members)
+        x, v = (value.repeat_interleave(members, 0) for value in (part.x, v))
+        mean, std = transition(algorithm.diffusion, x, v, schedule, step, algorithm.eta)
+        log_prob = transition_log_prob(algorithm.diffusion, part.x_next.flatten(0, 1), mean, std)
+        return log_prob.unflatten(0, (-1, members)), mean, std
+
+    def batches(group: Tensor) -> Iterator[Tensor]:
+        yield from group.split(update_batch)
+
+    old: dict[int, Tensor] = {}
+    if len(groups) > 1:
+        with torch.no_grad():
+            for g, group in enumerate(groups):
+                old[g] = torch.cat([evaluate(rows[batch], policy.velocity)[0] for batch in batches(group)])
+
+    stats: dict[str, list[Tensor]] = {}
+    drift = torch.zeros((), device=rows.x.device)
+    for g, group in enumerate(groups):
+        optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, Tensor] = {}
+        done = 0
+        for batch in batches(group):
+            part = rows[batch]
+            share = len(batch) / len(group)
+            log_prob, mean, std = evaluate(part, policy.velocity)
+            before = old[g][done : done + len(batch)] if old else log_prob.detach()
+            done += len(batch)
+            loss, told = clipped_surrogate(log_prob, before, part.advantages, algorithm.clip_range)
+            if algorithm.kl_beta:
+                assert reference is not None
+                with torch.no_grad():
+                    _, mean_reference, _ = evaluate(part, reference)
+                told["kl"] = step_kl(mean, mean_reference, std).mean()
+                loss = loss + algorithm.kl_beta * told["kl"]
+            (loss * share).backward()
+            told["loss"] = loss
+            deviation = told.pop("ratio_max_dev")
+            sums["ratio_max_dev"] = torch.maximum(sums.get("ratio_max_dev", deviation), deviation)
+            for name, value in told.items():
+                sums[name] = sums.get(name, 0.0) + value.detach() * share
+            drift = torch.maximum(drift, (before - part.rollout_log_prob).exp().sub(1).abs().max())
+        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        if not bool(sums["grad_norm"].isfinite()):
+            optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"the gradient's norm is {sums['grad_norm'].item()}; no step was taken with it")
+        optimizer.step()
+        for name, value in sums.items():
+            stats.setdefault(name, []).append(value)
+    result = {name: torch.stack(values).mean().item() for name, values in stats.items()}
+    result["ratio_max_dev"] = torch.stack(stats["ratio_max_dev"]).max().item()
+    return result | {"rollout_ratio_dev": drift.item()}

@@ -1,0 +1,145 @@
+"""Watching a run: images with fixed seeds, scores on prompts that are not trained, and the final comparison.
+
+evaluation    held-out prompts, one image each, always the same seed: eval/<reward>
+comparison    before and after with the same seeds: on the run's own prompts with fresh seeds (never drawn
+              in training), and on unseen prompts. Paired differences, so the spread of prompts drops out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.conditioning import EmbeddingCache
+from g2rpo.metrics import MetricsWriter, Progress
+from g2rpo.models.flux import FluxPolicy
+from g2rpo.pictures import grid, save_curves, save_png
+from g2rpo.rewards import Reward
+from g2rpo.sample import sample_images
+
+# Training noise is seeded by hashes of keys, these pictures by plain numbers from here on: they never meet.
+FIRST_SEED = 1_000_000
+
+
+@dataclass(frozen=True)
+class PictureSet:
+    """Prompts with one seed each."""
+
+    title: str
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    @staticmethod
+    def of(title: str, prompts: Sequence[str], images: int = 1) -> PictureSet:
+        """At least `images` pictures, the same number for every prompt; picture i has seed FIRST_SEED + i."""
+        repeats = max(1, math.ceil(images / len(prompts)))
+        every = tuple(prompt for prompt in prompts for _ in range(repeats))
+        return PictureSet(title, every, tuple(FIRST_SEED + i for i in range(len(every))))
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Makes and scores pictures of a policy.
+
+    Attributes:
+        rewards: by name, trained and held-out ones.
+        num_steps, shift: of the pictures; batch: most of them in one forward.
+    """
+
+    policy: FluxPolicy
+    rewards: Mapping[str, Reward]
+    cache: EmbeddingCache
+    num_steps: int
+    shift: float
+    batch: int
+
+    def pictures(self, pictures: PictureSet) -> Tensor:
+        """[N, 3, H, W] in [0, 1], 8-bit values, on the CPU."""
+        images = sample_images(
+            self.policy,
+            pictures.prompts,
+            num_steps=self.num_steps,
+            shift=self.shift,
+            seeds=pictures.seeds,
+            batch=self.batch,
+            cond=self.cache.get(self.policy, pictures.prompts),
+        )
+        return (images * 255).round() / 255
+
+    def scores(self, pictures: PictureSet, images: Tensor) -> dict[str, Tensor]:
+        """Reward name -> [N], NaN where a picture could not be judged."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self.rewards}
+        for low in range(0, len(images), self.batch):
+            part = images[low : low + self.batch].to(self.policy.device)
+            for name, reward in self.rewards.items():
+                prompts = list(pictures.prompts[low : low + self.batch])
+                found[name].append(reward(part, prompts, None).float().cpu())
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def evaluate(self, pictures: PictureSet) -> dict[str, float]:
+        """eval/<name>: mean, eval_se/<name>: its standard error, over the pictures that could be judged."""
+        result = {}
+        for name, values in self.scores(pictures, self.pictures(pictures)).items():
+            known = values[values.isfinite()]
+            result[f"eval/{name}"] = known.mean().item()
+            result[f"eval_se/{name}"] = (known.std() / max(len(known), 1) ** 0.5).item()
+        return result
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is watched when.
+
+    Attributes:
+        evaluated, shown: the sets of the evaluation and of the grid; None = not watched.
+        eval_every, sample_every: iterations between them; 0 = at the start and the end alone.
+    """
+
+    evaluated: PictureSet | None
+    shown: PictureSet | None
+    eval_every: int
+    sample_every: int
+
+    def watch(
+        self, watcher: Watcher, out: Path, step: int, writer: MetricsWriter, progress: Progress, *, ends: bool
+    ) -> None:
+        """Evaluation and grid where they are due; `ends`: this is the first or the last iteration."""
+        if self.evaluated is not None and (ends or _due(step, self.eval_every)):
+            evaluation = watcher.evaluate(self.evaluated)
+            writer.write({"step": step, **evaluation})
+            told = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.items() if "_se" not in name)
+            progress.note(f"step {step}: {told}")
+        if self.shown is not None and (ends or _due(step, self.sample_every)):
+            images = watcher.pictures(self.shown)
+            info = {"step": step, "num_steps": watcher.num_steps}
+            write_grid(out / "samples" / f"step_{step:06d}", self.shown, images, info)
+            writer.images("samples", step, torch.cat(list(images), dim=2))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def write_grid(folder: Path, pictures: PictureSet, images: Tensor, info: Mapping[str, Any]) -> None:
+    """Single files with prompt and seed inside, and grid.png."""
+    for i, (image, prompt, seed) in enumerate(zip(images, pictures.prompts, pictures.seeds, strict=True)):
+        save_png(image, folder / f"{i:04d}.png", prompt, {"seed": seed, **info})
+    grid(images, pictures.prompts, min(4, len(images))).save(folder / "grid.png")
+
+
+def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Training rewards and, below, evaluations against the iteration."""
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for prefix, what in (("reward/", "training"), ("eval/", "unseen prompts")):
+        for name in dict.fromkeys(key for line in metrics for key in line if key.startswith(prefix)):
+            points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+            panel = panels.setdefault(name.removeprefix(prefix), {})
+            panel[what] = ([float(x) for x, _ in points], [float(y) for _, y in points])
+    if panels:
+        save_curves(panels, path)
