@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from g2rpo.trainer import Run
+    from g2rpo.run import Run
 
 __version__ = "0.1.0"
 __all__ = ["train"]

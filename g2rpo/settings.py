@@ -46,8 +46,9 @@ class Settings(BaseModel):
     """Side of the square images in pixels; None = the model's own. Cost grows at least with its square."""
     max_sequence_length: Count | None = None
     """Text tokens of the long prompt encoder; None = the model's own limit."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the policy's forwards. States, log-probs and trained weights are float32 in both."""
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Of the policy's forwards; tf32: float32 whose products are rounded on the GPU. States, log-probs and
+    trained weights are float32 in all three."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto = cuda where there is one."""
     sigma_rounding: Literal["exact", "released"] = "exact"
@@ -124,7 +125,7 @@ class Settings(BaseModel):
     """Prompts in a sample grid."""
 
     compare_images: CountOrOff = 0
-    """Pictures with equal seeds before and after training, on own and on unseen prompts each; 0 = no table."""
+    """Pictures of own and of unseen prompts, each, drawn before and after with equal seeds; 0 = no table."""
 
     # The optimizer (AdamW).
     lr: Positive = 2e-6

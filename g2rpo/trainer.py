@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +32,12 @@ from g2rpo.prompts import PromptStream, read_prompts
 from g2rpo.reward_stats import reward_metrics
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
+from g2rpo.run import Run, RunStopped
 from g2rpo.saved import policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
 from g2rpo.update import NotFinite, advantages_of, reference_of, rows_of, update
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
-
-
-class RunStopped(ValueError):
-    """The run cannot go on; a checkpoint is written, and the message says what to do."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run left behind.
-
-    Attributes:
-        out: run folder. step: iterations done. finished: all of them. interrupted: stopped by a signal.
-        changes: the comparison of before and after, once finished (compare_images > 0).
-    """
-
-    out: Path
-    step: int
-    finished: bool
-    interrupted: bool
-    changes: list[Change] = field(default_factory=list)
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
-        return read_metrics(self.out / "metrics.jsonl")
 
 
 def train(settings: Settings) -> Run:
@@ -122,13 +97,11 @@ class Trainer:
             settings.eval_every,
             settings.sample_every,
         )
-        self.compared: list[PictureSet] = []
-        if settings.compare_images:
-            self.compared.append(
-                PictureSet.of("own prompts, fresh seeds", own[:256], settings.compare_images)
-            )
-        if settings.compare_images and unseen:
-            self.compared.append(PictureSet.of("unseen prompts", unseen, settings.compare_images))
+        images = settings.compare_images
+        sources = {"own prompts, fresh seeds": own[:images], "unseen prompts": unseen}
+        self.compared = [
+            PictureSet.of(title, texts, images) for title, texts in sources.items() if texts and images
+        ]
 
     def _checkpoint_to_resume(self) -> Path | None:
         """The run folder's newest checkpoint, if these settings go on from it. Before any model is loaded."""

@@ -17,7 +17,7 @@ ROWS = [
     "prompts conditioning distributed tree explore rollout",
     "checkpoint metrics options recipe settings config",
     "interrupt reward_stats saved pictures sample export",
-    "update watch before_after guard",
+    "update watch before_after run guard",
     "trainer",
     "evaluate compare costs report demo doctor",
     "__main__",

@@ -13,7 +13,7 @@ What differs from the stock pipeline, and why:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from g2rpo.models.text import FluxText
 from g2rpo.models.weights import add_lora, load_weights
 from g2rpo.policy import Conditioning
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 SigmaRounding = Literal["exact", "released"]
 
 
@@ -94,8 +94,10 @@ class FluxPolicy:
         """
         from diffusers import AutoencoderKL, FluxTransformer2DModel
 
-        if precision not in ("float32", "bfloat16"):
-            raise ValueError(f'precision={precision!r}: choose "float32" or "bfloat16"')
+        if precision not in get_args(Precision):
+            raise ValueError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
+        if precision == "tf32":  # a switch of the process: torch has no narrower one
+            torch.set_float32_matmul_precision("high")
         if sigma_rounding not in ("exact", "released"):
             raise ValueError(f'sigma_rounding={sigma_rounding!r}: choose "exact" or "released"')
         folder, device = local_folder(name), torch.device(device)

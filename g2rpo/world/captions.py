@@ -197,11 +197,12 @@ def parse(text: str) -> Compositions | None:
     )
 
 
+# Four that the base model often gets wrong, so that there is something to see.
 DEMO_PROMPTS = (
-    "two red circles above a blue star on a white background",
-    "three yellow triangles on a teal background",
-    "a green square left of a purple cross on a pink background",
     "four blue diamonds on a black background",
+    "three green stars left of two purple squares on a gray background",
+    "five red circles on a white background",
+    "four orange crosses on a teal background",
 )
 PROMPT_SETS = ("train", "heldout", "demo")
 

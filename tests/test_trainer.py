@@ -1,0 +1,243 @@
+"""The loop end to end on the embedded model, at the smallest size: what it writes, repeats and survives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import g2rpo
+from g2rpo.checkpoint import latest_checkpoint
+from g2rpo.config import load_settings
+from g2rpo.metrics import read_metrics
+from g2rpo.options import make_algorithm
+from g2rpo.run import RunStopped
+
+SMALL = {
+    "prompts": "world:demo",
+    "prompts_per_iteration": 2,
+    "num_steps": 4,
+    "train_steps": 2,
+    "granularities": [1, 2],
+    "group_size": 3,
+    "rewards": {"tiny_clip": 1.0},
+    "eval_every": 0,
+    "sample_every": 0,
+    "num_sample_prompts": 1,
+    "compare_images": 0,
+    "eval_num_steps": 2,
+    "tensorboard": False,
+    "warmup_iterations": 0,
+    "device": "cpu",
+}
+TIMES = ("seconds", "seconds_rollout", "seconds_score", "seconds_update")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("embeddings"))
+
+
+@pytest.fixture
+def run(tmp_path, cache):
+    """Trains with SMALL settings and some others; `out` is a name under the test's folder."""
+
+    def train(out="run", **changes):
+        values = {**SMALL, "cache": cache, **changes}
+        values["out"] = str(tmp_path / out)
+        return g2rpo.train("tiny", **{k: v for k, v in values.items() if v != "drop"})
+
+    return train
+
+
+def timeless(metrics):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
+
+
+def test_a_run_leaves_what_the_design_says(run, tmp_path):
+    done = run(iterations=2, eval_every=1, eval_prompts="world:heldout", num_eval_prompts=2, sample_every=1,
+               compare_images=2, tensorboard=True, eval_rewards=["verifier"])  # fmt: skip
+    out = tmp_path / "run"
+    assert done.finished and not done.interrupted and done.step == 2
+    for name in ("config.toml", "latest", "curve.png", "before_after.png", "comparison.md"):
+        assert (out / name).stat().st_size > 0, name
+    assert list(out.glob("events.out.tfevents*"))
+    assert (out / "samples" / "step_000002" / "grid.png").is_file()
+    lines = read_metrics(out / "metrics.jsonl")
+    trained = [line for line in lines if "nfe" in line]
+    assert [line["step"] for line in trained] == [1, 2]
+    for name in ("seconds", "reward/tiny_clip", "reward_std/tiny_clip", "advantage_abs", "ratio_max_dev",
+                 "clip_fraction", "loss", "grad_norm", "lr", "granularity_rank_correlation"):  # fmt: skip
+        assert name in trained[0], name
+    evaluated = [line for line in lines if "eval/verifier" in line]
+    assert [line["step"] for line in evaluated] == [0, 1, 2]
+    assert {"eval/tiny_clip", "eval_se/tiny_clip"} <= evaluated[0].keys()
+    # 2 sets x (tiny_clip, verifier); the untrained policy's scores are those of the first evaluation's model
+    assert len(done.changes) == 4 and done.changes[0].trained
+
+
+def test_counted_forwards_are_the_stated_ones(run):
+    line = run(iterations=1).metrics[-1]
+    settings = load_settings("tiny", {**SMALL, "iterations": 1})
+    plan = make_algorithm(settings.algorithm, settings.algorithm_options()).plan.plan(4, settings.seed, 0)
+    assert line["nfe"] == 2 * plan.nfe(3)["total"]
+
+
+def test_the_first_update_has_ratio_one(run):
+    line = run(iterations=1).metrics[-1]
+    assert line["ratio_max_dev"] == 0 and line["clip_fraction"] == 0 and line["approx_kl"] == 0
+    assert line["rollout_ratio_dev"] < 1e-6  # rollout and update see the same float32 velocity
+    assert (
+        abs(line["loss"]) < 1e-6 < line["grad_norm"]
+    )  # advantages of a group sum to 0, their gradient does not
+
+
+def test_later_steps_of_an_iteration_have_other_ratios(run):
+    line = run(iterations=1, update="per_step", lr=1e-3).metrics[-1]
+    assert line["ratio_max_dev"] > 1e-7
+
+
+def test_the_same_seed_gives_the_same_numbers(run):
+    first, second = run("a", iterations=2), run("b", iterations=2)
+    assert timeless(first.metrics) == timeless(second.metrics)
+    assert timeless(run("c", iterations=2, seed=7).metrics) != timeless(first.metrics)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "lr": 1e-3}, {"ema_decay": 0.9}])
+def test_resume_goes_on_bit_for_bit(run, tmp_path, changes):
+    watched = {"eval_every": 2, "eval_prompts": "world:heldout", "num_eval_prompts": 2, **changes}
+    whole = run("whole", iterations=4, **watched)
+    stopped = run("parts", iterations=4, stop_after=2, **watched)
+    assert not stopped.finished and stopped.step == 2
+    resumed = run("parts", iterations=4, **watched)
+    assert resumed.finished
+    assert timeless(resumed.metrics) == timeless(whole.metrics)
+    assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
+
+
+def weights(out):
+    from g2rpo.saved import open_run
+
+    policy, _, _ = open_run(out, device="cpu")
+    return {name: p.detach().numpy().tobytes() for name, p in policy.module.named_parameters()}
+
+
+def test_other_settings_cannot_resume(run):
+    run(iterations=2, stop_after=1)
+    with pytest.raises(ValueError, match="group_size: 3 there, 4 given"):
+        run(iterations=2, group_size=4)
+    with pytest.raises(ValueError, match="resume='never'"):
+        run(iterations=2, resume="never")
+
+
+@pytest.mark.parametrize("when", ["rollout", "update"])
+def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, when):
+    """A real signal to the real command, at two moments; then the same command again."""
+    arguments = {**SMALL, "cache": cache, "out": str(tmp_path / "parts"), "iterations": 6}
+    given = [f"{k}={json.dumps(v)}" if not isinstance(v, str) else f"{k}={v}" for k, v in arguments.items()
+             if k != "rewards"]  # fmt: skip
+    command = [sys.executable, "-m", "g2rpo", "train", "tiny", *given, "rewards.tiny_preference=none"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet()
+    )
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    wait_for(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= (1 if when == "rollout" else 2)
+    )
+    process.send_signal(signal.SIGINT if when == "rollout" else signal.SIGTERM)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, told
+    assert "the same command goes on" in told
+    saved = latest_checkpoint(tmp_path / "parts")
+    assert saved is not None and len(read_metrics(metrics)) == int(saved.name[-6:])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=quiet())
+    assert done.returncode == 0, done.stderr
+    whole = run("whole", iterations=6)
+    assert timeless(read_metrics(metrics)) == timeless(whole.metrics)
+
+
+def quiet():
+    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_samples_without_a_reward_are_left_out(run):
+    line = run(iterations=1, rewards={"custom_rewards:some_missing": 1.0}, max_invalid_fraction=1.0).metrics[
+        -1
+    ]
+    assert 0 < line["invalid_fraction"] < 1
+    assert line["reward/custom_rewards:some_missing"] <= 0.5  # the mean of what was judged, no zeros in it
+    assert line["grad_norm"] >= 0
+
+
+def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(run, tmp_path):
+    with pytest.raises(RunStopped, match=r"100% of the samples have no reward .*custom_rewards:all_missing"):
+        run(iterations=2, rewards={"custom_rewards:all_missing": 1.0})
+    assert latest_checkpoint(tmp_path / "run").name == "step_000000"
+
+
+def test_equal_rewards_move_nothing(run):
+    line = run(iterations=1, rewards={"custom_rewards:constant": 1.0}).metrics[-1]
+    assert line["advantage_abs"] == 0 and line["grad_norm"] == 0
+
+
+PATH_METHOD = {"train_steps": "drop", "granularities": "drop"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("g2rpo", {"tail_rule": "paper"}),
+        ("g2rpo_single", {"granularities": "drop"}),
+        ("flow_grpo", {**PATH_METHOD, "kl_beta": 0.01}),
+        ("flow_grpo", {**PATH_METHOD, "diffusion": "cps"}),
+        ("dance_grpo", PATH_METHOD),
+        ("mix_grpo", {**PATH_METHOD, "window": 2}),
+        ("mix_grpo", {**PATH_METHOD, "window": 2, "num_steps": 6, "flash": 0.5}),
+    ],
+)
+def test_every_algorithm_trains_in_the_same_loop(tmp_path, cache, algorithm, options):
+    recipe = tmp_path / "recipe.toml"
+    values = {**SMALL, "cache": cache, "algorithm": algorithm, "iterations": 2, "out": str(tmp_path / "run"),
+              **options}  # fmt: skip
+    recipe.write_text(
+        "\n".join(f"{k} = {json.dumps(v)}" for k, v in values.items() if v != "drop" and k != "rewards")
+        + "\n[rewards]\ntiny_clip = 1.0\n"
+    )
+    lines = g2rpo.train(recipe).metrics
+    assert len(lines) == 2
+    for line in lines:
+        assert line["grad_norm"] > 0 and line["invalid_fraction"] == 0
+    if options.get("kl_beta"):
+        assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)  # the reference is the policy as it was
+        assert lines[1]["kl"] > 0
+
+
+def test_adapters_alone_are_trained(run):
+    from g2rpo.saved import open_run
+
+    done = run(iterations=1, lora_rank=2, lr=1e-2)
+    policy, _, _ = open_run(done.out, device="cpu")
+    base, _, _ = open_run(run("base", iterations=1, lora_rank=2, lr=1e-12).out, device="cpu")
+    for (name, after), before in zip(policy.module.named_parameters(), base.module.parameters(), strict=True):
+        same = torch.equal(after, before)
+        assert same or "lora_" in name, f"{name} moved"
+        assert not (same and "lora_B" in name), f"{name} did not move"
+
+
+def test_the_reward_rises(run):
+    """Brightness is easy to raise; the deterministic picture of the training prompts must follow."""
+    bright = {"custom_rewards:brightness": 1.0}
+    done = run(iterations=10, rewards=bright, prompts_per_iteration=4, group_size=6, lr=3e-4)
+    anchors = [line["anchor_reward/custom_rewards:brightness"] for line in done.metrics]
+    assert anchors[-1] > anchors[0] + 0.01
