@@ -90,7 +90,7 @@ def export_policy(
     adapters = bool(getattr(policy.module, "peft_config", None))
     if kind == "lora" and not adapters:
         raise ValueError(
-            "this run trained all weights (lora_rank=0), so there is no LoRA; use kind=diffusers"
+            "this run trained all weights (lora_rank=0), so there is no LoRA; the layout to take is diffusers"
         )
     if out.exists() and not (out / EXPORT_FILE).is_file():
         raise ValueError(f"{out} exists and is no export of g2rpo; choose another folder")

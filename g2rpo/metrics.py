@@ -162,7 +162,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line that stays, above the live table."""
-        self._console.print(text, soft_wrap=True, markup=False)
+        self._console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     def close(self) -> None:
         """Leaves the last state standing."""

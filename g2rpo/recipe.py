@@ -34,7 +34,10 @@ def recipe_text(recipe: str | Path | None) -> tuple[str, str]:
     recipe = DEFAULT_RECIPE if recipe is None else recipe
     path = Path(recipe).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8-sig"), str(path)
+        try:
+            return path.read_text(encoding="utf-8-sig"), str(path)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text file in UTF-8 ({error}); a recipe is TOML") from error
     if str(recipe) in shipped_recipes():
         return (resources.files("g2rpo") / "recipes" / f"{recipe}.toml").read_text("utf-8"), f"{recipe}.toml"
     hint = did_you_mean(path.stem, shipped_recipes())

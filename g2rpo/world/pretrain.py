@@ -71,6 +71,8 @@ def save_pipeline(out: Path, model: flow.FlowModel, autoencoder: Any) -> None:
         tokenizer_2=networks.tokenizer(),
         transformer=copy.deepcopy(model.transformer).to(torch.bfloat16),
     )
+    for part in (pipeline.vae, pipeline.transformer):
+        part.register_to_config(_name_or_path=MODEL)  # not the folder of the machine that made it
     pipeline.save_pretrained(out / MODEL)
 
 

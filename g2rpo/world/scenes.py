@@ -139,8 +139,9 @@ def _draw(num: int, generator: torch.Generator, two_groups: float) -> Compositio
 
 
 def sample_layouts(scenes: Compositions, generator: torch.Generator) -> Layouts:
-    """Centres and radii: no two objects touch, none touches the border, and the relation holds strictly.
+    """Centres and radii: no two objects touch, none leaves the picture, and the relation holds strictly.
 
+    That is of circles with these radii; tips of stars and triangles reach 1.08 radii: a few touch the edge.
     Random starts are pushed apart for a fixed number of rounds; what still overlaps is drawn again, smaller.
     """
     num, device = len(scenes), generator.device
