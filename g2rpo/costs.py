@@ -289,12 +289,10 @@ def _fit_notes(
     problem = (
         f"does not fit: about {_size(needed({}))} of {_size(memory_bytes)}; the largest part is {largest}"
     )
-    batches = {"rollout_batch": 1, "decode_batch": 1}
+    names = ("rollout_batch", "decode_batch", "update_batch")
+    batches: dict[str, Any] = dict.fromkeys(names, 1)
     for changes in (
-        {
-            "rollout_batch": max(1, settings.rollout_batch // 4),
-            "decode_batch": max(1, settings.decode_batch // 4),
-        },
+        {name: max(1, getattr(settings, name) // 4) for name in names},
         batches,
         {**batches, "precision": "bfloat16"},
         {"precision": "bfloat16", "lora_rank": settings.lora_rank or 64},

@@ -15,6 +15,15 @@ from g2rpo.world.verifier import Reading, claims, read, shape_templates, soft_sc
 COLOUR = dict(zip(COLOUR_NAMES, PALETTE, strict=True))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Reading is hundreds of small operations; on a busy machine, threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
