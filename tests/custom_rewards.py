@@ -8,9 +8,9 @@ def brightness(images, prompts, metadata=None):
 
 
 def some_missing(images, prompts, metadata=None):
-    """No score for pictures brighter than a half."""
+    """No score for the brighter half of the pictures."""
     value = images.mean((1, 2, 3))
-    return value.masked_fill(value > 0.5, torch.nan)
+    return value.masked_fill(value > value.median(), torch.nan)
 
 
 def all_missing(images, prompts, metadata=None):

@@ -140,7 +140,7 @@ def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, whe
     arguments = {**SMALL, "cache": cache, "out": str(tmp_path / "parts"), "iterations": 6}
     given = [f"{k}={json.dumps(v)}" if not isinstance(v, str) else f"{k}={v}" for k, v in arguments.items()
              if k != "rewards"]  # fmt: skip
-    command = [sys.executable, "-m", "g2rpo", "train", "tiny", *given, "rewards.tiny_preference=none"]
+    command = [sys.executable, "-m", "g2rpo", "train", "tiny", *given, "rewards={tiny_clip=1.0}"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet()
     )
@@ -172,12 +172,11 @@ def wait_for(condition, seconds=120):
 
 
 def test_samples_without_a_reward_are_left_out(run):
-    line = run(iterations=1, rewards={"custom_rewards:some_missing": 1.0}, max_invalid_fraction=1.0).metrics[
-        -1
-    ]
+    done = run(iterations=1, rewards={"custom_rewards:some_missing": 1.0}, max_invalid_fraction=1.0)
+    line = done.metrics[-1]
     assert 0 < line["invalid_fraction"] < 1
-    assert line["reward/custom_rewards:some_missing"] <= 0.5  # the mean of what was judged, no zeros in it
-    assert line["grad_norm"] >= 0
+    assert line["reward/custom_rewards:some_missing"] > 0.01  # the mean of what was judged, no zeros in it
+    assert 0 <= line["grad_norm"] < float("inf")
 
 
 def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(run, tmp_path):
@@ -236,8 +235,10 @@ def test_adapters_alone_are_trained(run):
 
 
 def test_the_reward_rises(run):
-    """Brightness is easy to raise; the deterministic picture of the training prompts must follow."""
+    """Paired: the same prompts and seeds before and after, and a reward that is easy to raise."""
     bright = {"custom_rewards:brightness": 1.0}
-    done = run(iterations=10, rewards=bright, prompts_per_iteration=4, group_size=6, lr=3e-4)
-    anchors = [line["anchor_reward/custom_rewards:brightness"] for line in done.metrics]
-    assert anchors[-1] > anchors[0] + 0.01
+    done = run(
+        iterations=10, rewards=bright, prompts_per_iteration=4, group_size=6, lr=1e-4, compare_images=16
+    )
+    change = done.changes[0]
+    assert change.trained and change.difference > 2 * change.difference_se, change

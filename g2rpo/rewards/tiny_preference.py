@@ -1,6 +1,6 @@
 """The embedded preference model's score: a cosine, as HPS's, of a CLIP tuned on a made-up rater's choices.
 
-It likes vivid pictures without limit and does not see relations and backgrounds: the planted blind spot that
+It likes vivid pictures without limit and hardly sees relations: the planted blind spot that
 g2rpo.world.preference describes.
 """
 

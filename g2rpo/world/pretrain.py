@@ -74,6 +74,10 @@ def save_pipeline(out: Path, model: flow.FlowModel, autoencoder: Any) -> None:
     for part in (pipeline.vae, pipeline.transformer):
         part.register_to_config(_name_or_path=MODEL)  # not the folder of the machine that made it
     pipeline.save_pretrained(out / MODEL)
+    # transformers loads in the dtype that a config names, diffusers in float32: all parts must say the same.
+    for name in ("text_encoder", "text_encoder_2"):
+        path = out / MODEL / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}, indent=2) + "\n")
 
 
 def run(
