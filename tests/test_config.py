@@ -86,8 +86,8 @@ def test_none_means_the_default():
         (["granularities=[0,1]"], "greater than or equal to 1"),
         (["granularities=[]"], "at least one entry"),
         (["train_steps=[1,1]"], "without repeats"),
-        (["train_steps=8"], "last to explore is 6"),
-        (["train_steps=[1,7]"], "last to explore is 6"),
+        (["num_steps=8", "train_steps=8"], "last to explore is 6"),
+        (["num_steps=8", "train_steps=[1,7]"], "last to explore is 6"),
         (["window=3"], "takes no window"),
         (["algorithm=g2rpo_single"], "takes no granularities"),
         (["rewards={}"], "at least one reward"),
@@ -95,7 +95,7 @@ def test_none_means_the_default():
         (["lr=0"], "greater than 0"),
         (["kl_beta=nan"], "finite"),
         (["lora_alpha=8"], "no effect with lora_rank=0"),
-        (["eval_prompts=none"], "needs eval_prompts"),
+        (["eval_every=10", "eval_prompts=none"], "needs eval_prompts"),
         (["prompts=none.txt"], "no prompt file"),
         (["prompts=Makefile"], "prompts are read from .txt"),
         (["model=./no/such/folder"], "there is none"),
@@ -173,11 +173,11 @@ def test_a_folder_that_is_no_run(tmp_path):
 
 
 def test_going_on_with_other_settings():
-    saved = load_settings("tiny").resolved()
-    check_same_run(
-        saved, load_settings("tiny", ["iterations=99", "eval_every=0", "keep_last=5", "stop_after=3"])
-    )
-    check_same_run(saved, load_settings("tiny", ["eta=0.7"]))  # the preset's default, now written out
+    own = ["lr=2e-5", "group_size=8"]
+    saved = load_settings("tiny", own).resolved()
+    longer = ["iterations=99", "eval_every=0", "keep_last=5", "stop_after=3"]
+    check_same_run(saved, load_settings("tiny", [*own, *longer]))
+    check_same_run(saved, load_settings("tiny", [*own, "eta=0.7"]))  # the preset's default, now written out
     with pytest.raises(ValueError) as caught:
         check_same_run(saved, load_settings("tiny", ["lr=1e-3", "group_size=4", "iterations=99"]))
     message = str(caught.value)
