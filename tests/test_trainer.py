@@ -32,6 +32,7 @@ SMALL = {
     "eval_num_steps": 2,
     "tensorboard": False,
     "warmup_iterations": 0,
+    "ema_decay": 0.0,
     "device": "cpu",
 }
 TIMES = ("seconds", "seconds_rollout", "seconds_score", "seconds_update")
