@@ -142,6 +142,8 @@ class Settings(BaseModel):
     """Gradients are scaled down to this norm."""
     warmup_iterations: CountOrOff = 0
     """Iterations over which lr grows linearly from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: keep lr, or let it fall to 0 at `iterations` (a longer run then falls later)."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Running mean of the weights, used for evaluation and export; 0 = off. Costs one float32 copy."""
 

@@ -36,7 +36,7 @@ from g2rpo.run import Run, RunStopped
 from g2rpo.saved import policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
-from g2rpo.update import NotFinite, advantages_of, reference_of, rows_of, update
+from g2rpo.update import NotFinite, advantages_of, learning_rate, reference_of, rows_of, update
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
 
 
@@ -199,7 +199,9 @@ class Trainer:
         settings, algorithm = self.settings, self.algorithm
         began = time.perf_counter()
         advantages = advantages_of(rollouts, algorithm, list(settings.rewards.values()))
-        rate = settings.lr * min(1.0, (self.step + 1) / max(settings.warmup_iterations, 1))
+        rate = learning_rate(
+            settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         learned = update(

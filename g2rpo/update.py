@@ -14,6 +14,7 @@ Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,21 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
     frozen = copy.deepcopy(policy)
     frozen.module.requires_grad_(False)
     return frozen.velocity
+
+
+def learning_rate(
+    lr: float, iteration: int, iterations: int, warmup_iterations: int, schedule: str = "constant"
+) -> float:
+    """Rate of the update of `iteration`, 0 the first: linear warm-up to `lr`, then the schedule's fall to 0.
+
+    A function of the iteration alone, so that a resumed run needs no state for it. The first update already
+    moves, and so does the last: `linear` ends one step above 0.
+    """
+    if iteration < warmup_iterations:
+        return lr * (iteration + 1) / warmup_iterations
+    done = (iteration - warmup_iterations) / max(iterations - warmup_iterations, 1)
+    fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return lr * fall[schedule]
 
 
 def update(

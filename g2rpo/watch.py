@@ -7,6 +7,7 @@ comparison    before and after with the same seeds: on the run's own prompts wit
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,14 +83,41 @@ class Watcher:
                 found[name].append(reward(part, prompts, None).float().cpu())
         return {name: torch.cat(parts) for name, parts in found.items()}
 
-    def evaluate(self, pictures: PictureSet) -> dict[str, float]:
-        """eval/<name>: mean, eval_se/<name>: its standard error, over the pictures that could be judged."""
+    def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:
+        """Draw and score; keep every score in OUT/evaluations/step_N.json.
+
+        Returns:
+            eval/<name>: mean, eval_se/<name>: its standard error, over the pictures that could be judged;
+            where step 0 drew the same prompts and seeds also eval_gain/<name> and eval_gain_se/<name>: the
+            mean of the paired differences to it and its standard error.
+        """
+        scores = self.scores(pictures, self.pictures(pictures))
+        folder = out / "evaluations"
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "prompts": pictures.prompts,
+            "seeds": pictures.seeds,
+            "scores": {name: values.tolist() for name, values in scores.items()},
+        }
+        (folder / f"step_{step:06d}.json").write_text(json.dumps(record), encoding="utf-8")
+        base = folder / f"step_{0:06d}.json"
+        first = json.loads(base.read_text(encoding="utf-8")) if step and base.is_file() else {}
+        same = [first.get(key) for key in ("prompts", "seeds")] == [[*pictures.prompts], [*pictures.seeds]]
+        start = first["scores"] if same else {}
         result = {}
-        for name, values in self.scores(pictures, self.pictures(pictures)).items():
-            known = values[values.isfinite()]
-            result[f"eval/{name}"] = known.mean().item()
-            result[f"eval_se/{name}"] = (known.std() / max(len(known), 1) ** 0.5).item()
+        for name, values in scores.items():
+            result[f"eval/{name}"], result[f"eval_se/{name}"] = mean_and_error(values)
+            if name in start:
+                gain = values - torch.tensor(start[name])
+                result[f"eval_gain/{name}"], result[f"eval_gain_se/{name}"] = mean_and_error(gain)
         return result
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """Mean of what is a number, and the standard error of that mean."""
+    known = values[values.isfinite()].double()
+    error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else math.nan
+    return known.mean().item(), error
 
 
 @dataclass(frozen=True)
@@ -111,9 +139,9 @@ class Schedule:
     ) -> None:
         """Evaluation and grid where they are due; `ends`: this is the first or the last iteration."""
         if self.evaluated is not None and (ends or _due(step, self.eval_every)):
-            evaluation = watcher.evaluate(self.evaluated)
+            evaluation = watcher.evaluate(self.evaluated, out, step)
             writer.write({"step": step, **evaluation})
-            told = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.items() if "_se" not in name)
+            told = "  ".join(f"{n[5:]} {value:.4f}" for n, value in evaluation.items() if n[:5] == "eval/")
             progress.note(f"step {step}: {told}")
         if self.shown is not None and (ends or _due(step, self.sample_every)):
             images = watcher.pictures(self.shown)

@@ -77,6 +77,16 @@ def test_a_run_leaves_what_the_design_says(run, tmp_path):
     evaluated = [line for line in lines if "eval/verifier" in line]
     assert [line["step"] for line in evaluated] == [0, 1, 2]
     assert {"eval/tiny_clip", "eval_se/tiny_clip"} <= evaluated[0].keys()
+    assert "eval_gain/tiny_clip" not in evaluated[0]
+    first, last = (
+        torch.tensor(
+            json.loads((out / "evaluations" / f"step_{n:06d}.json").read_text())["scores"]["tiny_clip"]
+        )
+        for n in (0, 2)
+    )
+    gain = (last - first).double()
+    assert evaluated[2]["eval_gain/tiny_clip"] == pytest.approx(gain.mean().item(), abs=1e-9)
+    assert evaluated[2]["eval_gain_se/tiny_clip"] == pytest.approx(gain.std().item() / 2**0.5, abs=1e-9)
     # 2 sets x (tiny_clip, verifier); the untrained policy's scores are those of the first evaluation's model
     assert len(done.changes) == 4 and done.changes[0].trained
 

@@ -17,7 +17,15 @@ from g2rpo.world.captions import (
     spell,
 )
 from g2rpo.world.networks import tokenizer
-from g2rpo.world.scenes import COLOUR_NAMES, RELATIONS, SHAPES, Compositions, is_held_out, sample_compositions
+from g2rpo.world.scenes import (
+    COLOUR_NAMES,
+    RELATIONS,
+    SHAPES,
+    Compositions,
+    is_held_out,
+    other_wording,
+    sample_compositions,
+)
 
 NUM = 800
 
@@ -161,6 +169,7 @@ def test_prompt_sets_are_disjoint_repeatable_and_in_the_grammar():
         assert len(scenes) == len(prompts) == 400
         every = Compositions.cat(scenes)
         assert bool((is_held_out(every) == expected).all())
+        assert bool((is_held_out(other_wording(every)) == expected).all())
         groups = (every.count > 0).sum(1).tolist()
         assert [metadata["groups"] for _, metadata in prompts] == groups
         assert 0.35 < groups.count(1) / 400 < 0.65

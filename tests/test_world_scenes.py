@@ -17,6 +17,7 @@ from g2rpo.world.scenes import (
     Compositions,
     Layouts,
     is_held_out,
+    other_wording,
     sample_compositions,
     sample_layouts,
 )
@@ -131,6 +132,11 @@ def test_train_and_held_out_share_no_composition(scenes):
     check_visible(held_out)
     assert not bool(is_held_out(scenes).any()) and bool(is_held_out(held_out).all())
     assert not stated(scenes) & stated(held_out)
+    # Nor by the other wording: "A left of B" is "B right of A".
+    turned = other_wording(held_out)
+    assert bool(is_held_out(turned).all()) and not stated(scenes) & stated(turned)
+    again = other_wording(turned)
+    assert all(bool((a == b).all()) for a, b in zip(again.fields(), held_out.fields(), strict=True))
     # The background is no part of the split.
     elsewhere = Compositions(*held_out.fields()[:4], held_out.background.roll(1))
     assert bool(is_held_out(elsewhere).all())

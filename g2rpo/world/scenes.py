@@ -32,6 +32,7 @@ COLOUR_NAMES = tuple(COLOURS)
 OBJECT_COLOURS = COLOUR_NAMES[:8]
 BACKGROUNDS = ("black", "white", "gray", "pink", "teal", "brown")
 RELATIONS = ("and", "left of", "right of", "above", "below")
+OTHER_WORDING = (0, 2, 1, 4, 3)  # the relation when the groups change places
 PALETTE = torch.tensor(list(COLOURS.values()), dtype=torch.float32) / 255  # [12, 3]
 BACKGROUND_INDEX = torch.tensor([COLOUR_NAMES.index(name) for name in BACKGROUNDS])
 
@@ -84,15 +85,32 @@ class Layouts:
 
 
 def is_held_out(scenes: Compositions) -> Tensor:
-    """[N] bool: compositions that no training scene has, by a hash of what the caption states.
+    """[N] bool: compositions that no training caption states, in neither wording.
 
-    The background does not enter, so a held-out composition is unseen on every background. Flawed versions of
-    training scenes (edits.falsify) can fall on one: as negatives of the scorers, never as a picture to draw.
+    "A left of B" and "B right of A" are one picture: held out is what both of them keep out of training, by a
+    hash of what the caption states. The background does not enter, so a held-out composition is unseen on
+    every background. Flawed versions of training scenes (edits.falsify) can fall on one: as negatives of the
+    scorers, never as a picture to draw.
     """
+    return ~_may_train(scenes) & ~_may_train(other_wording(scenes))
+
+
+def other_wording(scenes: Compositions) -> Compositions:
+    """The same pictures with the second group named first: "B right of A" for "A left of B"."""
+    two = scenes.count[:, 1:] > 0
+    count, colour, shape = (
+        torch.where(two, value.flip(1), value) for value in (scenes.count, scenes.colour, scenes.shape)
+    )
+    turned = torch.tensor(OTHER_WORDING, device=two.device)[scenes.relation]
+    return Compositions(count, colour, shape, turned, scenes.background)
+
+
+def _may_train(scenes: Compositions) -> Tensor:
+    """[N] bool: captions that training draws. Nine in ten wordings, by their hash."""
     key = scenes.relation.clone()
     for column in (*scenes.count.T, *scenes.colour.T, *scenes.shape.T):
         key = (key * 31 + column + 7) % 1_000_003
-    return (key * 2_654_435_761 % 1_000_003) % 100 < HELD_OUT_PERCENT
+    return (key * 2_654_435_761 % 1_000_003) % 100 >= HELD_OUT_PERCENT
 
 
 def sample_compositions(
@@ -103,14 +121,21 @@ def sample_compositions(
     Args:
         num: how many.
         generator: its device is where the scenes live.
-        held_out: which part of the split.
+        held_out: the part that training never sees, or the part that it draws. A scene of which training
+            may see one wording is in neither.
         two_groups: the share of scenes with two groups; 0 or 1 gives one kind only.
     """
+    if held_out and 0 < two_groups < 1:  # fewer pairs than single groups are held out: each kind by itself
+        two = torch.rand(num, generator=generator, device=generator.device) < two_groups
+        one, pairs = (
+            sample_compositions(num, generator, held_out=True, two_groups=share) for share in (0.0, 1.0)
+        )
+        return Compositions.cat([one, pairs])[torch.arange(num, device=two.device) + num * two]
     parts: list[Compositions] = []
     have = 0
     while have < num:
-        drawn = _draw(max(256, (num - have) * (12 if held_out else 2)), generator, two_groups)
-        drawn = drawn[is_held_out(drawn) == held_out]
+        drawn = _draw(max(256, (num - have) * (120 if held_out else 2)), generator, two_groups)
+        drawn = drawn[is_held_out(drawn) if held_out else _may_train(drawn)]
         parts.append(drawn)
         have += len(drawn)
     return Compositions.cat(parts)[:num]
