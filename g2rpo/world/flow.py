@@ -9,6 +9,7 @@ Distillation (arXiv:2210.03142, as FLUX.1-dev was): the student's guidance embed
     v* = v_uncond + w (v_cond - v_uncond)   of the teacher
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,14 +101,29 @@ def train_flow(
         loss.backward()
         return loss.detach()
 
+    _fit(learn, parameters, optimizer, average, generator, "flow", seconds, warmup=warmup)
+
+
+def _fit(
+    learn: Callable[[], Tensor],
+    parameters: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    average: Average,
+    generator: torch.Generator,
+    name: str,
+    seconds: float,
+    warmup: int = 200,
+    decay: float = 0.9995,
+) -> None:
+    """Follow the gradients of `learn` for `seconds`, then load the average of the weights."""
     replay = captured(learn, parameters, generator)
     for step in timed_loop(optimizer, seconds, warmup=warmup):
         loss = replay()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        average.update(step)
+        average.update(step, decay)
         if step % 1000 == 0:
-            print(f"flow step {step} loss {loss.item():.4f}", flush=True)
+            print(f"{name} step {step} loss {loss.item():.4f}", flush=True)
     average.load()
 
 
@@ -146,15 +162,7 @@ def distill_guidance(
 
     for module in (*teacher.modules(), student.text_encoder, student.text_encoder_2):
         module.requires_grad_(False)
-    replay = captured(learn, parameters, generator)
-    for step in timed_loop(optimizer, seconds):
-        loss = replay()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        average.update(step, 0.999)
-        if step % 500 == 0:
-            print(f"distil step {step} loss {loss.item():.5f}", flush=True)
-    average.load()
+    _fit(learn, parameters, optimizer, average, generator, "distil", seconds, decay=0.999)
 
 
 @torch.no_grad()
