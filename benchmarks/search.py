@@ -1,0 +1,107 @@
+"""A small search: the same recipe with every combination of some settings, over seeds.
+
+    python benchmarks/search.py tiny lr=3e-5,6e-5 eta=0.4,0.7 --seeds 0 1 2 --workers 8 --out /tmp/search
+
+A setting with several values (comma-separated; lists in brackets stay whole) is searched, one with a single
+value is set for all. Every run is an ordinary `g2rpo train`; the table says what its comparison of before and
+after found: differences of the trained rewards and of the judges in the base's standard deviations, as mean
+over seeds and smallest seed. `--out` keeps the run folders and results.json; runs that are there are not run
+again.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not inside brackets or braces
+
+
+def combinations(overrides: list[str]) -> list[dict[str, str]]:
+    pairs = [override.split("=", 1) for override in overrides]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise SystemExit(f"{pair[0]!r} is not key=value[,value]")
+    values = [[(key, value) for value in COMMA.split(text)] for key, text in pairs]
+    return [dict(choice) for choice in itertools.product(*values)]
+
+
+def run(recipe: str, overrides: dict[str, str], seed: int, out: str, threads: int) -> list[dict]:
+    import torch
+
+    from g2rpo.config import load_settings
+    from g2rpo.trainer import train
+
+    torch.set_num_threads(threads)
+    done = Path(out) / "changes.json"
+    if not done.is_file():
+        arguments = [*(f"{key}={value}" for key, value in overrides.items()), f"seed={seed}", f"out={out}"]
+        settings = load_settings(recipe, [*arguments, "tensorboard=false"])
+        with (Path(f"{out}.log")).open("w") as log, redirect_stdout(log), redirect_stderr(log):
+            changes = train(settings).changes
+        done.write_text(json.dumps([asdict(change) for change in changes]), encoding="utf-8")
+    return json.loads(done.read_text(encoding="utf-8"))
+
+
+def row(name: str, runs: list[list[dict]]) -> str:
+    cells = []
+    for first in runs[0]:
+        same = [
+            c
+            for one in runs
+            for c in one
+            if (c["pictures"], c["reward"]) == (first["pictures"], first["reward"])
+        ]
+        gains = [c["difference"] / max(c["base_std"], 1e-12) for c in same]
+        errors = [c["difference"] / max(c["difference_se"], 1e-12) for c in same]
+        cells.append(f"{sum(gains) / len(gains):+.2f} (min {min(gains):+.2f}, {min(errors):+.1f} SE)")
+    return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("settings", nargs="*", metavar="key=value[,value]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1)), help="of one worker")
+    parser.add_argument("--out", required=True)
+    given = parser.parse_args()
+    found = combinations(given.settings)
+    varied = [key for key in found[0] if len({str(one[key]) for one in found}) > 1]
+    names = [" ".join(f"{key}={one[key]}" for key in varied) or given.recipe for one in found]
+    results: dict[str, dict[int, list[dict]]] = {}
+    Path(given.out).mkdir(parents=True, exist_ok=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.workers, mp_context=spawn) as pool:
+        jobs = {}
+        for seed in given.seeds:  # all settings get one seed before any gets the next
+            for name, one in zip(names, found, strict=True):
+                folder = str(Path(given.out) / re.sub(r"[^\w.=-]+", "_", f"{name}_seed{seed}"))
+                jobs[pool.submit(run, given.recipe, one, seed, folder, given.threads)] = (name, seed)
+        for job in as_completed(jobs):
+            name, seed = jobs[job]
+            try:
+                results.setdefault(name, {})[seed] = job.result()
+            except Exception as error:
+                print(f"{name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
+                continue
+            (Path(given.out) / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+            print(row(f"{name} seed {seed}", [results[name][seed]]), flush=True)
+    heads = [f"{c['reward']}, {c['pictures']}" for c in next(iter(next(iter(results.values())).values()))]
+    print("\n| settings | seeds | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2))
+    for name in names:
+        if name in results:
+            print(row(name, list(results[name].values())))
+
+
+if __name__ == "__main__":
+    main()
