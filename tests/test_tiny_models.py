@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from seeds import seeded
 from torch import Tensor
 
 from g2rpo.models import load_policy
@@ -42,10 +43,6 @@ ONE_GROUP = (0.62, 0.94)
 TWO_GROUPS = (0.45, 0.92)
 NUM_STEPS, GUIDANCE = 16, 3.5
 CPU = torch.device("cpu")
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

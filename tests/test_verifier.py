@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from g2rpo.rewards import load_rewards
@@ -22,10 +23,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def eight_bit(images: Tensor) -> Tensor:

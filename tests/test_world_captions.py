@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeds import seeded
 
 from g2rpo.world.captions import (
     DEMO_PROMPTS,
@@ -28,10 +29,6 @@ from g2rpo.world.scenes import (
 )
 
 NUM = 800
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from g2rpo.world.edits import ATTRIBUTES, applicable, falsify, random_attribute
@@ -23,10 +24,6 @@ from g2rpo.world.scenes import (
 )
 
 NUM = 1500
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

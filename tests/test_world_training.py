@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seeds import seeded
 from torch import Tensor, nn
 
 from g2rpo.models.flux import pack, unpack
@@ -29,10 +30,6 @@ from g2rpo.world.preference import (
 )
 from g2rpo.world.training import Average, Pool, adamw, captured, make_pool, timed_loop
 from g2rpo.world.vae import decode, encode, judge_vae, train_vae
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
