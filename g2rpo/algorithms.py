@@ -29,13 +29,13 @@ class Algorithm:
         num_steps: T of the training trajectories.
         shift: of their schedule.
         diffusion: step rule, "flow", "dance" or "cps".
-        eta: noise strength of the step rule.
+        eta: noise strength of the step rule, > 0: without noise there is nothing to compare.
         clip_range: of the ratio.
         advantage_clip: bound of the summed advantages; None = unbounded.
         advantage_std: spread that rewards are divided by, of their "group" or of the whole "batch".
         advantage_eps: added to that spread.
         advantage_ddof: 1 = unbiased spread, 0 = biased.
-        normalize_weights: divide the rewards' weights by their sum.
+        normalize_weights: divide the rewards' weights by the sum of their sizes.
         kl_beta: weight of the KL to the reference; 0 = none, and no reference forward.
         update: optimizer steps per rollout: "once" (gradients of all noisy steps together) or "per_step".
     """
@@ -58,9 +58,12 @@ class Algorithm:
         for name, allowed in (("diffusion", STEP_RULES), ("update", UPDATES), ("advantage_std", SPREADS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(allowed)}")
-        for name in ("eta", "kl_beta"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not self.eta > 0:
+            raise ValueError(
+                f"eta must be > 0 to train, got {self.eta}: without noise all images of a group are the same"
+            )
+        if not self.kl_beta >= 0:
+            raise ValueError(f"kl_beta must be >= 0, got {self.kl_beta}")
         if self.diffusion == "cps" and self.eta > 1:
             raise ValueError(
                 f"with diffusion='cps', eta is the share of fresh noise, at most 1; got {self.eta}"
@@ -220,7 +223,7 @@ def mix_grpo(
     """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
 
     `flash` = 0.4 is MixGRPO-Flash (second-order tail on fewer points); Flash* is 0.2 with window_stride 0.
-    Weights of several rewards are divided by their sum, as there.
+    Weights of several rewards are divided by their sum, as there (of their sizes, where one is negative).
     """
     return Algorithm(
         plan=Window(window, window_hold, window_stride, window_order, roll_back, flash, shift),

@@ -244,7 +244,7 @@ class Window:
             if train_step < hold:
                 return min(start, last)
             train_step -= hold
-        return last
+        return min(starts[-1], last)
 
 
 @dataclass(frozen=True)

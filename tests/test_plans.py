@@ -68,6 +68,8 @@ def test_window_moves_and_wraps():
     assert starts == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5, 0, 0]
     stays = dataclasses.replace(rule, roll_back=False)
     assert stays.plan(10, 0, 19).noise_steps[0] == 5
+    still = dataclasses.replace(rule, stride=0, roll_back=False)
+    assert {still.plan(10, 0, step).noise_steps[0] for step in range(60)} == {0}
     assert len({dataclasses.replace(rule, order="random").start(10, 3, step) for step in range(60)}) == 6
 
 
