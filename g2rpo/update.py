@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,15 @@ Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
 
 class NotFinite(RuntimeError):
-    """The gradient is not a number; the weights are as they were before the update."""
+    """The gradient of an optimizer step is not a number; that step was not taken.
+
+    Attributes:
+        steps_done: optimizer steps of this update that were taken before. 0: the weights are as they were.
+    """
+
+    def __init__(self, norm: float, steps_done: int, num_steps: int) -> None:
+        super().__init__(f"the gradient's norm is {norm} at optimizer step {steps_done + 1} of {num_steps}")
+        self.steps_done = steps_done
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Rows:
 
     Attributes:
         x: [N, L, C]. x_next: [N, G, L, C]. step: [N], index into the schedule. prompt: [N], row of the
-            conditioning. advantages, rollout_log_prob: [N, G].
+            conditioning. advantages, rollout_log_prob: [N, G]; the latter not a number where the step broke.
     """
 
     x: Tensor
@@ -65,7 +74,7 @@ def advantages_of(
     """Advantages [K, G] of each group, by the algorithm's rule; what judges a path holds for its K steps."""
     weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
     if algorithm.normalize_weights:
-        weight = weight / weight.sum()
+        weight = weight / weight.abs().sum()  # by its size: a negative weight stays negative
     spread = None
     if algorithm.advantage_std == "batch":
         spread = pooled_std(torch.stack([r.rewards for r in rollouts], 1), ddof=algorithm.advantage_ddof)
@@ -85,15 +94,22 @@ def advantages_of(
 
 
 def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
-    """The rows of all groups, in the order (prompt, step[, member])."""
+    """The rows of all groups, in the order (prompt, step[, member]).
+
+    A broken step, whose log-probability is no number, has zeros for its states: its advantage is 0, and 0
+    times a broken state would still break the sum. It keeps its row, so every plan has as many forwards.
+    """
     parts: dict[str, list[Tensor]] = {name: [] for name in Rows.__dataclass_fields__}
     for p, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
         group_size = rollout.log_prob.shape[1]
+        whole = rollout.log_prob.isfinite()[:, :, None, None]
+        x_next = rollout.x_next.where(whole, 0.0)
+        x = rollout.x.where(whole.any(1, keepdim=True) if rollout.x.shape[1] == 1 else whole, 0.0)
         if rollout.x.shape[1] == 1:  # one forward serves the group: all of its members are trained
             assert bool(rollout.train_mask.all())
             row = {
-                "x": rollout.x[:, 0],
-                "x_next": rollout.x_next,
+                "x": x[:, 0],
+                "x_next": x_next,
                 "step": rollout.step[:, 0],
                 "advantages": advantage,
                 "rollout_log_prob": rollout.log_prob,
@@ -101,8 +117,8 @@ def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
         else:
             kept = rollout.train_mask.flatten()
             row = {
-                "x": rollout.x.flatten(0, 1)[kept],
-                "x_next": rollout.x_next.flatten(0, 1)[kept][:, None],
+                "x": x.flatten(0, 1)[kept],
+                "x_next": x_next.flatten(0, 1)[kept][:, None],
                 "step": rollout.step.expand(-1, group_size).flatten()[kept],
                 "advantages": advantage.flatten()[kept][:, None],
                 "rollout_log_prob": rollout.log_prob.flatten()[kept][:, None],
@@ -129,6 +145,23 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
     frozen = copy.deepcopy(policy)
     frozen.module.requires_grad_(False)
     return frozen.velocity
+
+
+@contextmanager
+def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Parameters that have `values` for a while, such as their running mean; the others keep their own."""
+    live = {name: parameters[name].detach().clone() for name in values}
+
+    @torch.no_grad()
+    def put(source: Mapping[str, Tensor]) -> None:
+        for name, value in source.items():
+            parameters[name].copy_(value)
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(live)
 
 
 def learning_rate(
@@ -172,7 +205,8 @@ def update(
         between the update's first forward and the rollout's) and, with a KL, kl. Means over optimizer steps.
 
     Raises:
-        NotFinite: a gradient that is not a number; no step was taken with it.
+        NotFinite: a gradient that is not a number; no step was taken with it, but with "per_step" perhaps
+            some before it.
     """
     schedule = sigmas.to(rows.x.device)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
@@ -206,6 +240,7 @@ def update(
         done = 0
         for batch in batches(group):
             part = rows[batch]
+            whole = part.rollout_log_prob.isfinite()
             share = len(batch) / len(group)
             log_prob, mean, std = evaluate(part, policy.velocity)
             before = old[g][done : done + len(batch)] if old else log_prob.detach()
@@ -215,7 +250,7 @@ def update(
                 assert reference is not None
                 with torch.no_grad():
                     _, mean_reference, _ = evaluate(part, reference)
-                told["kl"] = step_kl(mean, mean_reference, std).mean()
+                told["kl"] = step_kl(mean, mean_reference, std).where(whole.flatten(), 0.0).mean()
                 loss = loss + algorithm.kl_beta * told["kl"]
             (loss * share).backward()
             told["loss"] = loss
@@ -223,11 +258,12 @@ def update(
             sums["ratio_max_dev"] = torch.maximum(sums.get("ratio_max_dev", deviation), deviation)
             for name, value in told.items():
                 sums[name] = sums.get(name, 0.0) + value.detach() * share
-            drift = torch.maximum(drift, (before - part.rollout_log_prob).exp().sub(1).abs().max())
+            off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole, 0.0)
+            drift = torch.maximum(drift, off.max())
         sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         if not bool(sums["grad_norm"].isfinite()):
             optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(f"the gradient's norm is {sums['grad_norm'].item()}; no step was taken with it")
+            raise NotFinite(sums["grad_norm"].item(), g, len(groups))
         optimizer.step()
         for name, value in sums.items():
             stats.setdefault(name, []).append(value)
