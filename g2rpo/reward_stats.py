@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from g2rpo.advantages import ROUNDING_UNITS
 from g2rpo.rollout import Rollout
 
 
@@ -16,6 +17,7 @@ def reward_metrics(
     """Statistics of an iteration's rewards: means, the groups' spread, and how advantages came out."""
     rewards = torch.stack([r.rewards for r in rollouts], 1)  # [R, P, K, J, G]
     known = rewards.isfinite()
+    rewards = rewards.where(known, torch.nan)
     result: dict[str, float] = {}
     spread = (rewards - rewards.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
     for r, name in enumerate(names):
@@ -28,15 +30,54 @@ def reward_metrics(
     result["advantage_abs"] = every.abs().mean().item()
     if clip is not None:
         result["advantage_clipped"] = (every.abs() >= clip).float().mean().item()
-    result["invalid_fraction"] = 1 - torch.stack([r.valid for r in rollouts]).float().mean().item()
+    result["invalid_fraction"] = invalid_share(rollouts)
     if rewards.shape[3] > 1:
         result["granularity_rank_correlation"] = rank_correlation(rewards).item()
     return result
 
 
+def invalid_share(rollouts: Sequence[Rollout]) -> float:
+    """Share of the iteration's samples that are left out, in [0, 1]."""
+    return 1 - torch.stack([r.valid for r in rollouts]).float().mean().item()
+
+
+def why_invalid(rollouts: Sequence[Rollout], names: Sequence[str]) -> str:
+    """Whose fault the invalid samples are, in words: the policy's, or which rewards'; with what helps."""
+    drawn = torch.stack([r.drawn for r in rollouts])[:, None, :, None]  # [P, 1, K, 1, G]
+    silent = ~torch.stack([r.rewards for r in rollouts]).isfinite() & drawn
+    missing = [name for name, one in zip(names, silent.unbind(1), strict=True) if bool(one.any())]
+    parts = []
+    if missing:
+        parts.append(f"no score from {', '.join(missing)} (mend the reward, the same command goes on)")
+    if not bool(drawn.all()):
+        share = 1 - drawn.float().mean().item()
+        parts.append(
+            f"{share:.0%} of all were drawn with states or pictures that are no numbers (another "
+            "out=FOLDER with a lower lr, or precision=float32, may help)"
+        )
+    return " and ".join(parts)
+
+
 def rank_correlation(rewards: Tensor) -> Tensor:
-    """Mean Spearman correlation of the first granularity's ranking with the others' ([..., J, G])."""
-    ranks = rewards.argsort(-1).argsort(-1).float()
-    ranks = ranks - ranks.mean(-1, keepdim=True)
-    ranks = ranks / ranks.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    return (ranks[..., :1, :] * ranks[..., 1:, :]).sum(-1).mean()
+    """Mean Spearman correlation of the first granularity's ranking with the others', rewards [..., J, G].
+
+    Ties get their average rank, a member without both scores is left out, and so is a group whose scores are
+    equal. Not a number if no group remains.
+    """
+    first, others = torch.broadcast_tensors(rewards[..., :1, :], rewards[..., 1:, :])
+    known = first.isfinite() & others.isfinite()
+    a, b = _centred_ranks(first, known), _centred_ranks(others, known)
+    # A flat group has all ranks equal: 0 / 0 is not a number, and left out of the mean.
+    return ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).nanmean()
+
+
+def _centred_ranks(values: Tensor, known: Tensor) -> Tensor:
+    """Average ranks among the known ([..., G]), minus their mean; 0 where unknown."""
+    x = values.double().where(known, 0.0)
+    # As in advantages.py, a spread of rounding alone is none.
+    least = ROUNDING_UNITS * torch.finfo(torch.float32).eps * x.abs().amax(-1, keepdim=True)
+    gap = x[..., :, None] - x[..., None, :]
+    above = gap.sign() * known[..., None, :] * known[..., :, None]
+    spread = (gap.abs() * (above != 0)).flatten(-2).amax(-1, keepdim=True)
+    # The sum of the signs is twice the rank's distance from the middle, ties halved.
+    return (above.sum(-1) / 2) * (spread > least)

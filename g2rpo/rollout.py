@@ -34,6 +34,7 @@ class Rollout:
         train_mask: [K, G], the steps to train.
         rewards: [R, K or 1, J, G]; not a number = invalid. 1 where one image judges all steps of a path.
         valid: [K, G], everything that judges the step is a number.
+        drawn: [K, G], the policy's part of that: the step's states and pictures are numbers.
         nfe: counted forwards of this group: anchor, sde, tails, total.
         prompt: its index in the stream of prompts.
         images: [branches][J], which of the member's distinct images each tail ends at.
@@ -49,6 +50,7 @@ class Rollout:
     train_mask: Tensor
     rewards: Tensor
     valid: Tensor
+    drawn: Tensor
     nfe: dict[str, int]
     prompt: int
     images: tuple[tuple[int, ...], ...]
@@ -88,10 +90,11 @@ def score(
         owners += range(num_prompts)
         latents = torch.cat([latents, samples.anchor_latents])
 
-    scores, pictures = [], []
+    scores, pictures, whole = [], [], []
     for low in range(0, len(latents), decode_batch):
         batch = slice(low, low + decode_batch)
         pixels, usable = _decode(policy, latents[batch])
+        whole.append(usable)
         whose = owners[batch]
         answers = []
         for name, reward in rewards.items():
@@ -109,11 +112,16 @@ def score(
     judged = torch.cat(scores, dim=1)
     tree_shape = (len(samples.latents), num_prompts, group_size)
     num_tree = len(samples.latents) * num_prompts * group_size
-    # [R, branches, J, P, G]: two tails that share an image both get its score
-    per_tail = judged[:, :num_tree].unflatten(1, tree_shape)[:, torch.tensor(samples.images)]
-    if len(plan.branches) > 1:
-        per_tail = per_tail[:, [b for b, branch in enumerate(plan.branches) for _ in branch.noise_steps]]
-    valid = per_tail.isfinite().all(2).all(0) & samples.log_prob.isfinite()
+    branch_of_step = [b for b, branch in enumerate(plan.branches) for _ in branch.noise_steps]
+
+    def by_step(images: Tensor) -> Tensor:
+        """[N, all images] -> [N, K or 1, J, P, G]: two tails that share an image both get its value."""
+        per_tail = images[:, :num_tree].unflatten(1, tree_shape)[:, torch.tensor(samples.images)]
+        return per_tail[:, branch_of_step] if len(plan.branches) > 1 else per_tail
+
+    per_tail = by_step(judged)
+    drawn = by_step(torch.cat(whole)[None])[0].all(1) & samples.log_prob.isfinite()
+    valid = per_tail.isfinite().all(2).all(0) & drawn
     shots = torch.cat(pictures) if keep_pictures else None
     tree_shots = None if shots is None else shots[:num_tree].unflatten(0, tree_shape)
     has_anchor = samples.anchor_latents is not None
@@ -127,6 +135,7 @@ def score(
             train_mask=train_mask(plan, group_size, *key).to(policy.device),
             rewards=per_tail[:, :, :, p],
             valid=valid[:, p],
+            drawn=drawn[:, p],
             nfe={part: count // num_prompts for part, count in samples.nfe.items()},
             prompt=key[-1],
             images=samples.images,

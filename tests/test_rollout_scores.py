@@ -9,6 +9,7 @@ from g2rpo.advantages import group_advantages
 from g2rpo.algorithms import PRESETS
 from g2rpo.loss import clipped_surrogate
 from g2rpo.plans import EveryStep, Singular
+from g2rpo.reward_stats import invalid_share, rank_correlation, why_invalid
 from g2rpo.rollout import Rollout, score, train_mask
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.sde import transition, transition_log_prob
@@ -170,6 +171,42 @@ def test_a_policy_that_breaks_down_is_invalid_not_scored():
     good, bad = judged("g2rpo", Breaking(), rewards={"strict": strict})
     assert good.valid.all() and good.rewards.isfinite().all()
     assert not bad.valid.any() and bad.rewards.isnan().all()
+    assert good.drawn.all() and not bad.drawn.any()
+    told = why_invalid([good, bad], ["strict"])
+    assert told.startswith("50% of all were drawn") and "strict" not in told
+
+
+@pytest.mark.parametrize("no_score", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["g2rpo", "mix_grpo"])
+def test_a_reward_without_scores_is_told_from_a_broken_picture(name, no_score):
+    def silent(images, prompts, metadata=None):
+        return torch.full((len(images),), no_score)
+
+    rollouts = judged(name, rewards={"distance": distance, "silent": silent})
+    assert all(rollout.drawn.all() and not rollout.valid.any() for rollout in rollouts)
+    assert invalid_share(rollouts) == 1
+    told = why_invalid(rollouts, ["distance", "silent"])
+    assert told == "no score from silent (mend the reward, the same command goes on)"
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    ranks = [[sum((y < x) + (y == x) / 2 for y in one) for x in one] for one in (a.tolist(), b.tolist())]
+    return torch.corrcoef(torch.tensor(ranks, dtype=torch.float64))[0, 1].item()
+
+
+def test_rank_correlation_is_spearmans():
+    scores = torch.randint(0, 4, (2, 3, 3, 9), generator=torch.Generator().manual_seed(0)).float()
+    scores[0, 0, 1] = 2.0  # a flat ranking has no correlation
+    scores[1, 2, 0, 4], scores[1, 1, 2, 0] = torch.nan, torch.inf
+    wanted = []
+    for group in scores.flatten(0, 1):
+        for other in group[1:]:
+            known = group[0].isfinite() & other.isfinite()
+            if other[known].unique().numel() > 1:
+                wanted.append(spearman(group[0][known], other[known]))
+    assert len(wanted) == 11
+    assert rank_correlation(scores).item() == pytest.approx(sum(wanted) / 11, abs=1e-12)
+    assert rank_correlation(torch.full((2, 2, 3), 0.7)).isnan()
 
 
 def test_each_member_trains_its_own_share_of_the_steps():
