@@ -11,7 +11,7 @@ from g2rpo.metrics import read_metrics
 
 
 class RunStopped(ValueError):
-    """The run cannot go on; a checkpoint is written, and the message says what to do."""
+    """The run cannot go on; the message says which checkpoint remains and what to do."""
 
 
 @dataclass(frozen=True)

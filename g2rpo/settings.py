@@ -68,7 +68,7 @@ class Settings(BaseModel):
     tail_rule: Literal["released", "paper"] | None = None
     """Where strides are counted from: the noise end (released code) or the image end (the paper, Eq. 10)."""
     eta: NotNegative | None = None
-    """Strength of the noise in an SDE step; at 0 nothing is explored."""
+    """Strength of the noise in an SDE step, above 0: without noise nothing is explored."""
     diffusion: Literal["flow", "dance", "cps"] | None = None
     """Step rule: s(sigma) = eta sqrt(sigma / (1 - sigma)), s = eta, or the coefficient-preserving step."""
     clip_range: Positive | None = None
@@ -282,5 +282,5 @@ ALGORITHM_OPTIONS = (
 MAY_CHANGE = (
     "iterations", "stop_after", "resume", "out", "device", "tensorboard", "checkpoint_every", "keep_last",
     "keep_every", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards", "eval_num_steps",
-    "sample_every", "num_sample_prompts", "cache", "max_invalid_fraction",
+    "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
 )  # fmt: skip

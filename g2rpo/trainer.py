@@ -9,17 +9,17 @@ never an update, and leaves a checkpoint from which the same command goes on wit
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from g2rpo.algorithms import Algorithm
-from g2rpo.before_after import Change, changes_of, markdown, read_before, write_before, write_before_after
-from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from g2rpo.before_after import Change, Comparison
+from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.config import check_same_run, read_settings
 from g2rpo.explore import sample
@@ -29,14 +29,14 @@ from g2rpo.models.flux import FluxPolicy
 from g2rpo.options import make_algorithm
 from g2rpo.policy import Conditioning
 from g2rpo.prompts import PromptStream, read_prompts
-from g2rpo.reward_stats import reward_metrics
+from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
 from g2rpo.run import Run, RunStopped
 from g2rpo.saved import policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
-from g2rpo.update import NotFinite, advantages_of, learning_rate, reference_of, rows_of, update
+from g2rpo.update import NotFinite, advantages_of, holding, learning_rate, reference_of, rows_of, update
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
 
 
@@ -54,23 +54,35 @@ class Trainer:
     """State of a run: the policy, its optimizer, and how far it got."""
 
     def __init__(self, settings: Settings) -> None:
+        if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ValueError(
+                f"started as one of {processes} processes (WORLD_SIZE={processes}), which would all write "
+                f"{settings.out}: a run is one process so far; start it without torchrun"
+            )
         settings = settings.resolved()
         settings.check_files()
         self.settings = settings
         self.out = Path(settings.out).expanduser()
         prompts, report = read_prompts(settings.prompts)
-        eval_prompts, _ = read_prompts(settings.eval_prompts) if settings.eval_prompts else ([], None)
+        eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
+        eval_prompts = eval_prompts[: settings.num_eval_prompts]
         self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+        self.stream = PromptStream(prompts, settings.seed)
         self.checkpoint = self._checkpoint_to_resume()
+        met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
+        self.comparison = Comparison.of(
+            settings.compare_images, settings.eval_num_steps, met, prompts, eval_prompts
+        )
+        if self.checkpoint is not None and read_state(self.checkpoint)["iteration"] > 0:
+            self.comparison = self.comparison.resumed(self.out)
+        self.prompt_report = "; ".join(filter(None, (str(report), self.comparison.note)))
 
-        self.prompt_report = str(report)
         if settings.deterministic:
             torch.use_deterministic_algorithms(True)
         self.policy: FluxPolicy = policy_of(settings)
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = load_rewards(names, self.policy.device)
         self.cache = EmbeddingCache(settings.cache)
-        self.stream = PromptStream(prompts, settings.seed)
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
         self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
@@ -88,32 +100,29 @@ class Trainer:
             self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
             settings.rollout_batch,
         )  # fmt: skip
-        own, unseen = (
-            [p.text for p in found] for found in (prompts, eval_prompts[: settings.num_eval_prompts])
-        )
+        shown = prompts[: settings.num_sample_prompts]
         self.schedule = Schedule(
-            PictureSet.of("unseen prompts", unseen) if unseen and settings.eval_every else None,
-            PictureSet.of("own prompts", own[: settings.num_sample_prompts], settings.num_sample_prompts),
+            PictureSet.of("evaluation", eval_prompts) if eval_prompts and settings.eval_every else None,
+            PictureSet.of("own prompts", shown, settings.num_sample_prompts),
             settings.eval_every,
             settings.sample_every,
         )
-        images = settings.compare_images
-        sources = {"own prompts, fresh seeds": own[:images], "unseen prompts": unseen}
-        self.compared = [
-            PictureSet.of(title, texts, images) for title, texts in sources.items() if texts and images
-        ]
 
     def _checkpoint_to_resume(self) -> Path | None:
         """The run folder's newest checkpoint, if these settings go on from it. Before any model is loaded."""
         settings = self.settings
         begun = (self.out / "config.toml").is_file()
         checkpoint = latest_checkpoint(self.out)
-        if settings.resume == "never" and begun:
+        if settings.resume == "never" and (begun or checkpoint is not None):
             raise ValueError(f"{self.out} holds a run and resume='never'; give another out=FOLDER")
         if settings.resume == "latest" and checkpoint is None:
             raise ValueError(f"resume='latest', but {self.out} holds no checkpoint; drop it to start a run")
-        if begun:
+        if begun or checkpoint is not None:
             check_same_run(read_settings(self.out), settings)
+        if checkpoint is not None and (done := read_state(checkpoint)["iteration"]) > settings.iterations:
+            raise ValueError(
+                f"iterations={settings.iterations}, but {self.out} has done {done}; give at least so many"
+            )
         return checkpoint
 
     def run(self) -> Run:
@@ -132,9 +141,10 @@ class Trainer:
             progress.note(self._described())
             try:
                 self._embed(progress)
-                if self.step == 0:
-                    self._before(progress)
-                    self._watch(writer, progress)
+                if self.step == 0 and self.comparison.sets:
+                    progress.note("drawing with the untrained model")
+                    self.comparison.draw_before(self.watcher, self.out)
+                self._watch(writer, progress, missing=self.step > 0)  # an interrupt may have cut it off
                 while self.step < last:
                     self._iterate(writer, progress, interrupt)
                     self._watch(writer, progress)
@@ -149,10 +159,14 @@ class Trainer:
                 progress.note(f"interrupted; {self.step} iterations are saved, the same command goes on")
                 return Run(self.out, self.step, False, True)
             except NotFinite as error:
-                self.save()
+                if error.steps_done == 0:  # else the weights are half an update on
+                    self.save()
+                kept = latest_checkpoint(self.out)
                 raise RunStopped(
-                    f"iteration {self.step + 1}: {error}. The weights before it are saved in {self.out}; "
-                    "lower lr, or look at the rewards of that iteration"
+                    f"iteration {self.step + 1}: {error}. "
+                    f"{f'The newest checkpoint is {kept}' if kept else 'There is no checkpoint yet'}; "
+                    "the same command would end here again: start another out=FOLDER with a lower lr, or look "
+                    "at the rewards of that iteration"
                 ) from error
         write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
         return Run(self.out, self.step, self.step == settings.iterations, False, changes)
@@ -187,6 +201,8 @@ class Trainer:
             prompt_indices=range(position, position + len(prompts)),
             rollout_batch=settings.rollout_batch,
         )
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)  # else its last forwards count as scoring
         explored = time.perf_counter()
         trained = {name: self.rewards[name] for name in settings.rewards}
         rollouts = score(self.policy, samples, trained, texts, metadata, decode_batch=settings.decode_batch)
@@ -228,17 +244,14 @@ class Trainer:
             torch._foreach_lerp_(list(self.ema.values()), list(self.parameters.values()), 1 - decay)
 
     def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
-        valid = torch.stack([rollout.valid for rollout in rollouts])
-        share = 1 - valid.float().mean().item()
+        share = invalid_share(rollouts)
         if share > self.settings.max_invalid_fraction:
-            nan = torch.stack([r.rewards for r in rollouts]).isnan().flatten(2).any(2).any(0)
-            names = [name for name, bad in zip(self.settings.rewards, nan.tolist(), strict=True) if bad]
             self.save()
             raise RunStopped(
                 f"iteration {self.step + 1}: {share:.0%} of the samples have no reward "
-                f"(max_invalid_fraction={self.settings.max_invalid_fraction}); no score from "
-                f"{', '.join(names) or 'the policy: its pictures are no numbers'}. A checkpoint of iteration "
-                f"{self.step} is in {self.out}; mend the reward and start the same command again"
+                f"(max_invalid_fraction={self.settings.max_invalid_fraction}): "
+                f"{why_invalid(rollouts, list(self.settings.rewards))}. A checkpoint of iteration "
+                f"{self.step} is in {self.out}"
             )
 
     def save(self) -> None:
@@ -259,23 +272,6 @@ class Trainer:
             keep_every=self.settings.keep_every,
         )
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The policy with the running mean of its weights, if there is one."""
-        if not self.ema:
-            yield
-            return
-        live = {name: p.detach().clone() for name, p in self.parameters.items()}
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                p.copy_(self.ema[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self.parameters.items():
-                    p.copy_(live[name])
-
     def _described(self) -> str:
         settings, count = self.settings, sum(p.numel() for p in self.parameters.values())
         plan = self.algorithm.plan.plan(self.algorithm.num_steps, settings.seed, self.step)
@@ -294,7 +290,7 @@ class Trainer:
         per_iteration = settings.prompts_per_iteration
         ahead = self.stream.at(self.step * per_iteration, (settings.iterations - self.step) * per_iteration)
         texts = [p.text for p in ahead]
-        for one in (self.schedule.evaluated, self.schedule.shown, *self.compared):
+        for one in (self.schedule.evaluated, self.schedule.shown, *self.comparison.sets):
             texts += one.prompts if one is not None else ()
         missing = self.cache.missing(self.policy, list(dict.fromkeys(texts)))
         if missing:
@@ -302,34 +298,17 @@ class Trainer:
             self.cache.fill(self.policy, missing)
         self.policy.text.unload()
 
-    def _before(self, progress: Progress) -> None:
-        """What the untrained policy draws, for the comparison at the end."""
-        if self.compared:
-            progress.note("drawing with the untrained model")
-            images = [self.watcher.pictures(one) for one in self.compared]
-            scores = [self.watcher.scores(*pair) for pair in zip(self.compared, images, strict=True)]
-            write_before(self.out, images, scores)
-
-    def _watch(self, writer: MetricsWriter, progress: Progress) -> None:
+    def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> None:
         ends = self.step in (0, self.settings.iterations)
-        with self.averaged():
-            self.schedule.watch(self.watcher, self.out, self.step, writer, progress, ends=ends)
+        with holding(self.parameters, self.ema):
+            self.schedule.watch(
+                self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
+            )
 
     def _after(self, progress: Progress) -> list[Change]:
         """The same pictures as before training, scored again: table, and pairs to look at."""
-        if not self.compared:
+        if not self.comparison.sets:
             return []
         progress.note("drawing the same with the trained model")
-        before, old = read_before(self.out)
-        with self.averaged():
-            after = [self.watcher.pictures(one) for one in self.compared]
-            new = [self.watcher.scores(*pair) for pair in zip(self.compared, after, strict=True)]
-        trained = list(self.settings.rewards)
-        changes = [
-            change
-            for one, a, b in zip(self.compared, old, new, strict=True)
-            for change in changes_of(one.title, a, b, trained)
-        ]
-        (self.out / "comparison.md").write_text(markdown(changes), encoding="utf-8")
-        write_before_after(self.out / "before_after.png", self.compared, before, after)
-        return changes
+        with holding(self.parameters, self.ema):
+            return self.comparison.draw_after(self.watcher, self.out, list(self.settings.rewards))

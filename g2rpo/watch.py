@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from g2rpo.conditioning import EmbeddingCache
-from g2rpo.metrics import MetricsWriter, Progress
+from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.pictures import grid, save_curves, save_png
+from g2rpo.prompts import Prompt
 from g2rpo.rewards import Reward
 from g2rpo.sample import sample_images
 
@@ -30,18 +32,20 @@ FIRST_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class PictureSet:
-    """Prompts with one seed each."""
+    """Prompts with one seed each, and what else is known of each prompt, for the rewards."""
 
     title: str
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
+    metadata: tuple[dict[str, Any], ...]
 
     @staticmethod
-    def of(title: str, prompts: Sequence[str], images: int = 1) -> PictureSet:
+    def of(title: str, prompts: Sequence[Prompt], images: int = 1) -> PictureSet:
         """At least `images` pictures, the same number for every prompt; picture i has seed FIRST_SEED + i."""
         repeats = max(1, math.ceil(images / len(prompts)))
-        every = tuple(prompt for prompt in prompts for _ in range(repeats))
-        return PictureSet(title, every, tuple(FIRST_SEED + i for i in range(len(every))))
+        every = [prompt for prompt in prompts for _ in range(repeats)]
+        seeds = tuple(FIRST_SEED + i for i in range(len(every)))
+        return PictureSet(title, tuple(p.text for p in every), seeds, tuple(p.metadata for p in every))
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class Watcher:
             part = images[low : low + self.batch].to(self.policy.device)
             for name, reward in self.rewards.items():
                 prompts = list(pictures.prompts[low : low + self.batch])
-                found[name].append(reward(part, prompts, None).float().cpu())
+                metadata = list(pictures.metadata[low : low + self.batch])
+                found[name].append(reward(part, prompts, metadata).float().cpu())
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:
@@ -88,22 +93,22 @@ class Watcher:
 
         Returns:
             eval/<name>: mean, eval_se/<name>: its standard error, over the pictures that could be judged;
-            where step 0 drew the same prompts and seeds also eval_gain/<name> and eval_gain_se/<name>: the
-            mean of the paired differences to it and its standard error.
+            where step 0 drew the same prompts and seeds in as many denoising steps, also eval_gain/<name> and
+            eval_gain_se/<name>: the mean of the paired differences to it and its standard error.
         """
         scores = self.scores(pictures, self.pictures(pictures))
         folder = out / "evaluations"
         folder.mkdir(parents=True, exist_ok=True)
-        record = {
-            "prompts": pictures.prompts,
-            "seeds": pictures.seeds,
-            "scores": {name: values.tolist() for name, values in scores.items()},
+        drawn = {
+            "prompts": list(pictures.prompts),
+            "seeds": list(pictures.seeds),
+            "num_steps": self.num_steps,
         }
+        record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
         (folder / f"step_{step:06d}.json").write_text(json.dumps(record), encoding="utf-8")
         base = folder / f"step_{0:06d}.json"
         first = json.loads(base.read_text(encoding="utf-8")) if step and base.is_file() else {}
-        same = [first.get(key) for key in ("prompts", "seeds")] == [[*pictures.prompts], [*pictures.seeds]]
-        start = first["scores"] if same else {}
+        start = first["scores"] if {name: first.get(name) for name in drawn} == drawn else {}
         result = {}
         for name, values in scores.items():
             result[f"eval/{name}"], result[f"eval_se/{name}"] = mean_and_error(values)
@@ -135,30 +140,54 @@ class Schedule:
     sample_every: int
 
     def watch(
-        self, watcher: Watcher, out: Path, step: int, writer: MetricsWriter, progress: Progress, *, ends: bool
+        self,
+        watcher: Watcher,
+        out: Path,
+        step: int,
+        writer: MetricsWriter,
+        progress: Progress,
+        *,
+        ends: bool,
+        missing: bool = False,
     ) -> None:
-        """Evaluation and grid where they are due; `ends`: this is the first or the last iteration."""
-        if self.evaluated is not None and (ends or _due(step, self.eval_every)):
+        """Evaluation and grid where they are due.
+
+        Args:
+            ends: this is the first or the last iteration.
+            missing: only what is not in the run folder yet, because an interrupt came between.
+        """
+        judge, show = (ends or _due(step, every) for every in (self.eval_every, self.sample_every))
+        folder = out / "samples" / f"step_{step:06d}"
+        if missing:
+            lines = read_metrics(out / "metrics.jsonl")
+            judge &= not any(line["step"] == step and _is_evaluation(line) for line in lines)
+            show &= not (folder / "grid.png").is_file()
+        if self.evaluated is not None and judge:
             evaluation = watcher.evaluate(self.evaluated, out, step)
             writer.write({"step": step, **evaluation})
             told = "  ".join(f"{n[5:]} {value:.4f}" for n, value in evaluation.items() if n[:5] == "eval/")
             progress.note(f"step {step}: {told}")
-        if self.shown is not None and (ends or _due(step, self.sample_every)):
+        if self.shown is not None and show:
             images = watcher.pictures(self.shown)
-            info = {"step": step, "num_steps": watcher.num_steps}
-            write_grid(out / "samples" / f"step_{step:06d}", self.shown, images, info)
             writer.images("samples", step, torch.cat(list(images), dim=2))
+            write_grid(folder, self.shown, images, {"step": step, "num_steps": watcher.num_steps})
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
 def write_grid(folder: Path, pictures: PictureSet, images: Tensor, info: Mapping[str, Any]) -> None:
-    """Single files with prompt and seed inside, and grid.png."""
+    """Single files with prompt and seed inside, and grid.png: whole, and the last to appear."""
     for i, (image, prompt, seed) in enumerate(zip(images, pictures.prompts, pictures.seeds, strict=True)):
         save_png(image, folder / f"{i:04d}.png", prompt, {"seed": seed, **info})
-    grid(images, pictures.prompts, min(4, len(images))).save(folder / "grid.png")
+    unfinished = folder / "grid.tmp.png"
+    grid(images, pictures.prompts, min(4, len(images))).save(unfinished)
+    os.replace(unfinished, folder / "grid.png")
 
 
 def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from g2rpo.config import load_settings
 from g2rpo.metrics import read_metrics
 from g2rpo.options import make_algorithm
 from g2rpo.run import RunStopped
+from g2rpo.watch import Watcher
 
 SMALL = {
     "prompts": "world:demo",
@@ -143,6 +144,68 @@ def test_other_settings_cannot_resume(run):
         run(iterations=2, group_size=4)
     with pytest.raises(ValueError, match="resume='never'"):
         run(iterations=2, resume="never")
+
+
+def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    compared = {"compare_images": 2, "eval_prompts": "world:heldout", "num_eval_prompts": 2}
+    run(iterations=3, stop_after=2, **compared)
+    config = tmp_path / "run" / "config.toml"
+    kept = config.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("g2rpo.trainer.policy_of", lambda settings: pytest.fail("loaded a model"))
+        with pytest.raises(ValueError, match=r"iterations=1, but .* has done 2"):
+            run(iterations=1, **compared)
+        with pytest.raises(ValueError, match="eval_num_steps: 2 there, 3 given"):
+            run(iterations=3, eval_num_steps=3, **compared)
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match=r"one of 2 processes .*start it without torchrun"):
+            run(iterations=3, **compared)
+        patch.delenv("WORLD_SIZE")
+        assert config.read_bytes() == kept
+        config.unlink()
+        with pytest.raises(ValueError, match="resume='never'"):
+            run(iterations=3, resume="never", **compared)
+        with pytest.raises(ValueError, match="holds no config"):
+            run(iterations=3, **compared)
+        config.write_bytes(kept)
+    done = run(iterations=4, eval_rewards=[], **compared)  # more iterations and fewer judges are fine
+    assert done.finished and {change.reward for change in done.changes} == {"tiny_clip"}
+
+
+def test_an_interrupted_evaluation_is_made_up_for(run, monkeypatch):
+    watched = {"eval_every": 1, "eval_prompts": "world:heldout", "num_eval_prompts": 2, "sample_every": 1}
+    whole = run("whole", iterations=2, **watched)
+    evaluate = Watcher.evaluate
+
+    def interrupted(self, pictures, out, step):
+        if step == at:
+            raise KeyboardInterrupt
+        return evaluate(self, pictures, out, step)
+
+    monkeypatch.setattr(Watcher, "evaluate", interrupted)
+    for at in (0, 1, 2, None):
+        done = run("parts", iterations=2, **watched)
+        assert done.interrupted == (at is not None)
+    assert timeless(done.metrics) == timeless(whole.metrics)
+    assert (done.out / "samples" / "step_000001" / "grid.png").is_file()
+
+
+@pytest.mark.parametrize(("broken_step", "saved"), [(1, "step_000002"), (2, "step_000001")])
+def test_half_an_update_is_not_a_checkpoint(run, tmp_path, monkeypatch, broken_step, saved):
+    """Iteration 3 breaks; iteration 1 is saved, and iteration 2 only if the weights are still its own."""
+    settings = {"iterations": 4, "update": "per_step", "checkpoint_every": 4}
+    run(stop_after=1, **settings)
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def breaks(parameters, most):
+        calls.append(clip(parameters, most))
+        return torch.tensor(torch.nan) if len(calls) == 2 + broken_step else calls[-1]
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
+    said = rf"iteration 3: .* is nan at optimizer step {broken_step} of 2\. .*{saved}.*another out=FOLDER"
+    with pytest.raises(RunStopped, match=said):
+        run(**settings)
+    assert latest_checkpoint(tmp_path / "run").name == saved
 
 
 @pytest.mark.parametrize("when", ["rollout", "update"])

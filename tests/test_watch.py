@@ -1,0 +1,121 @@
+"""Watching and comparing without a model: pictures are numbers of their seeds, rewards look at them."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from g2rpo.before_after import OWN, UNSEEN, Comparison
+from g2rpo.metrics import MetricsWriter, Progress, read_metrics
+from g2rpo.prompts import Prompt
+from g2rpo.watch import PictureSet, Schedule, Watcher
+
+
+class Painter(Watcher):
+    """Pictures of one colour, of seed and number of steps."""
+
+    def pictures(self, pictures):
+        shades = torch.tensor(pictures.seeds).remainder(251) / 255 + self.num_steps / 10_000
+        return (shades[:, None, None, None].expand(-1, 3, 8, 8) * 255).round() / 255
+
+
+def brightness(images, prompts, metadata=None):
+    return images.mean((1, 2, 3))
+
+
+def painter(num_steps=4, **rewards):
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    return Painter(policy, rewards or {"brightness": brightness}, None, num_steps, 3.0, batch=3)
+
+
+def prompts(*texts):
+    return [Prompt(text, {"place": i}, i) for i, text in enumerate(texts)]
+
+
+OWN_FILE, OTHER = prompts("a", "b", "c", "d", "e"), prompts("x", "b", "y", "z")
+MET = [OWN_FILE[i] for i in (3, 1, 3, 0, 4)]
+
+
+def comparison(images=2, num_steps=4, met=MET, other=OTHER):
+    return Comparison.of(images, num_steps, met, OWN_FILE, other)
+
+
+def test_rewards_get_what_is_known_of_each_prompt():
+    seen = []
+
+    def spy(images, texts, metadata=None):
+        seen.extend(zip(texts, metadata, strict=True))
+        return brightness(images, texts)
+
+    painter(spy=spy).scores(one := PictureSet.of("some", OWN_FILE, 10), torch.rand(10, 3, 8, 8))
+    assert seen == [(prompt.text, prompt.metadata) for prompt in OWN_FILE for _ in range(2)]
+    assert one.seeds[0] == 1_000_000 and len(set(one.seeds)) == 10
+
+
+def test_the_comparison_takes_what_is_trained_and_what_is_not():
+    made = comparison()
+    assert [(one.title, one.prompts) for one in made.sets] == [(OWN, ("b", "d")), (UNSEEN, ("x", "y"))]
+    assert "1 evaluation prompts are training prompts" in made.note
+    assert comparison(0).sets == () and comparison(0).note == ""
+    assert [len(one.prompts) for one in comparison(8).sets] == [8, 9]  # 4 and 3 prompts, each as often
+    assert [one.title for one in comparison(other=OWN_FILE).sets] == [OWN]
+
+
+def test_a_comparison_goes_on_as_it_began(tmp_path):
+    comparison(8).draw_before(painter(), tmp_path)
+    longer = comparison(8, met=[*MET, OWN_FILE[2]])  # more iterations: c is met too
+    assert longer.sets != comparison(8).sets
+    again = longer.resumed(tmp_path)
+    assert again.sets == comparison(8).sets
+    judged = painter(brightness=brightness, new=brightness)  # another reward than before
+    (own, unseen) = again.draw_after(judged, tmp_path, ["brightness"])
+    assert (own.reward, own.difference, own.num, unseen.num) == ("brightness", 0, 8, 9)
+    assert (tmp_path / "before_after.png").is_file() and (tmp_path / "comparison.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (comparison(num_steps=8), "eval_num_steps: 4 there, 8 given"),
+        (comparison(images=1), "compare_images: 2 there, 1 given"),
+        (comparison(other=OTHER[2:]), "eval_prompts or num_eval_prompts: other unseen prompts"),
+        (comparison(other=[]), "eval_prompts or num_eval_prompts: other unseen prompts"),
+    ],
+)
+def test_a_comparison_with_other_pictures_is_refused(tmp_path, now, said):
+    with pytest.raises(ValueError, match=r"holds no pictures of the untrained model.* or compare_images=0"):
+        now.resumed(tmp_path)
+    comparison().draw_before(painter(), tmp_path)
+    with pytest.raises(ValueError, match=f"{said}(.|\n)*or compare_images=0"):
+        now.resumed(tmp_path)
+    assert comparison(0).resumed(tmp_path).sets == ()
+
+
+def test_gains_are_told_between_equal_pictures_only(tmp_path):
+    one = PictureSet.of("evaluation", OTHER)
+    painter().evaluate(one, tmp_path, 0)
+    assert painter().evaluate(one, tmp_path, 5)["eval_gain/brightness"] == 0
+    assert "eval_gain/brightness" not in painter(num_steps=8).evaluate(one, tmp_path, 5)
+    assert "eval_gain/brightness" not in painter().evaluate(PictureSet.of("other", OTHER[1:]), tmp_path, 5)
+    kept = json.loads((tmp_path / "evaluations" / "step_000000.json").read_text())
+    assert kept["num_steps"] == 4 and kept["prompts"] == ["x", "b", "y", "z"]
+
+
+def test_what_an_interrupt_cut_off_is_made_up_for(tmp_path):
+    schedule = Schedule(PictureSet.of("e", OTHER), PictureSet.of("s", OWN_FILE), 2, 2)
+    grid = tmp_path / "samples" / "step_000002" / "grid.png"
+
+    def watch(step, schedule=schedule):
+        quiet = Progress(4, console=Console(quiet=True))
+        with MetricsWriter(tmp_path, resumed_step=step, tensorboard=False) as writer:
+            schedule.watch(painter(), tmp_path, step, writer, quiet, ends=False, missing=True)
+        return [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+
+    assert watch(1) == [] and not grid.exists()  # not due
+    assert watch(2, replace(schedule, shown=None)) == [2] and not grid.exists()
+    assert watch(2) == [2] and grid.is_file()  # the grid alone was missing
+    written = grid.stat().st_mtime_ns
+    assert watch(2) == [2] and grid.stat().st_mtime_ns == written
