@@ -165,8 +165,8 @@ class Trainer:
                 raise RunStopped(
                     f"iteration {self.step + 1}: {error}. "
                     f"{f'The newest checkpoint is {kept}' if kept else 'There is no checkpoint yet'}; "
-                    "the same command would end here again: start another out=FOLDER with a lower lr, or look "
-                    "at the rewards of that iteration"
+                    "the same command would end here again: start another out=FOLDER with a lower lr, or "
+                    "look at the rewards of that iteration"
                 ) from error
         write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
         return Run(self.out, self.step, self.step == settings.iterations, False, changes)
