@@ -10,6 +10,7 @@ again.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -72,10 +73,13 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value[,value]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1)), help="of one worker")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of one worker; 0 = an equal share of the cores"
+    )
     parser.add_argument("--out", required=True)
     given = parser.parse_args()
     found = combinations(given.settings)
+    threads = given.threads or max(1, (os.cpu_count() or 1) // given.workers)
     varied = [key for key in found[0] if len({str(one[key]) for one in found}) > 1]
     names = [" ".join(f"{key}={one[key]}" for key in varied) or given.recipe for one in found]
     results: dict[str, dict[int, list[dict]]] = {}
@@ -85,8 +89,9 @@ def main() -> None:
         jobs = {}
         for seed in given.seeds:  # all settings get one seed before any gets the next
             for name, one in zip(names, found, strict=True):
-                folder = str(Path(given.out) / re.sub(r"[^\w.=-]+", "_", f"{name}_seed{seed}"))
-                jobs[pool.submit(run, given.recipe, one, seed, folder, given.threads)] = (name, seed)
+                every = hashlib.sha256(json.dumps([given.recipe, one]).encode()).hexdigest()[:8]
+                folder = str(Path(given.out) / re.sub(r"[^\w.=-]+", "_", f"{name}_{every}_seed{seed}"))
+                jobs[pool.submit(run, given.recipe, one, seed, folder, threads)] = (name, seed)
         for job in as_completed(jobs):
             name, seed = jobs[job]
             try:
@@ -96,6 +101,8 @@ def main() -> None:
                 continue
             (Path(given.out) / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
             print(row(f"{name} seed {seed}", [results[name][seed]]), flush=True)
+    if not results:
+        raise SystemExit("no run ended well")
     heads = [f"{c['reward']}, {c['pictures']}" for c in next(iter(next(iter(results.values())).values()))]
     print("\n| settings | seeds | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2))
     for name in names:

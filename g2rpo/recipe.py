@@ -112,7 +112,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     Only the first dot separates, since names of rewards may hold dots themselves (`package.module:function`).
 
     Raises:
-        ValueError: a dotted key into something that is not a mapping.
+        ValueError: a dotted key into something that is not a mapping, or one to take out that is not there.
     """
     merged = dict(values)
     for key, value in overrides.items():
@@ -123,9 +123,12 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         inside = merged.get(table) or {}
         if not isinstance(inside, Mapping):
             raise ValueError(f"override {key!r}: {table} is {inside!r}, which has no entries to set")
+        if value is None and entry not in inside:  # `rewards.hps=none` takes one out
+            hint = did_you_mean(entry, inside)
+            raise ValueError(f"override {key}=none: {table} has no {entry!r} to take out{hint}")
         merged[table] = {**inside, entry: value}
         if value is None:
-            del merged[table][entry]  # `rewards.hps=none` takes one out
+            del merged[table][entry]
     return merged
 
 

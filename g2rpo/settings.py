@@ -253,22 +253,23 @@ class Settings(BaseModel):
         return {key: value for key, value in self.resolved().model_dump().items() if key not in MAY_CHANGE}
 
     def check_files(self) -> None:
-        """Is every prompt source there and the run folder writable?
+        """Is every prompt source there, and are the run folder and the cache writable?
 
         Raises:
-            ValueError: no such prompt source, or a run folder that cannot be made or written.
+            ValueError: no such prompt source, or a folder that cannot be made or written.
         """
         check_source(self.prompts)
         if self.eval_prompts is not None:
             check_source(self.eval_prompts)
         if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).expanduser().is_dir():
             raise ValueError(f"model={self.model!r} reads as a folder, and there is none")
-        out = Path(self.out).expanduser().absolute()
-        nearest = next(folder for folder in (out, *out.parents) if folder.exists())
-        if not nearest.is_dir():
-            raise ValueError(f"out={self.out!r}: {nearest} is a file; name a folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise ValueError(f"out={self.out!r}: no permission to write in {nearest}; name another folder")
+        for name, text in (("out", self.out), ("cache", self.cache)):
+            folder = Path(text).expanduser().absolute()
+            nearest = next(place for place in (folder, *folder.parents) if place.exists())
+            if not nearest.is_dir():
+                raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise ValueError(f"{name}={text!r}: no permission to write in {nearest}; name another folder")
 
 
 # Fields that are a preset's keywords.

@@ -25,6 +25,7 @@ from g2rpo.config import check_same_run, read_settings
 from g2rpo.explore import sample
 from g2rpo.interrupt import Interrupt, interruptible
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
+from g2rpo.models import resolve_device
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.options import make_algorithm
 from g2rpo.policy import Conditioning
@@ -79,9 +80,10 @@ class Trainer:
 
         if settings.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.policy: FluxPolicy = policy_of(settings)
+        # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
-        self.rewards: dict[str, CheckedReward] = load_rewards(names, self.policy.device)
+        self.rewards: dict[str, CheckedReward] = load_rewards(names, resolve_device(settings.device))
+        self.policy: FluxPolicy = policy_of(settings)
         self.cache = EmbeddingCache(settings.cache)
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
         self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}

@@ -111,7 +111,7 @@ def _attribute(target: str) -> Any:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise
         raise ValueError(
-            f"no module {error.name!r} for reward {target!r}; is its folder on PYTHONPATH?"
+            f"no module {error.name!r} for reward {target!r}, neither in the current folder nor on PYTHONPATH"
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"{module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
