@@ -202,8 +202,8 @@ def _from_json_file(value: Any, path: Path) -> Iterator[Record]:
 
 def _from_csv(text: str, path: Path, delimiter: str) -> Iterator[Record]:
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    key = _text_key(rows.fieldnames or [], f"{path}, line 1 (the header)")
     try:
+        key = _text_key(rows.fieldnames or [], f"{path}, line 1 (the header)")
         for row in rows:
             place = f"line {rows.line_num}"
             if None in row:
@@ -212,7 +212,8 @@ def _from_csv(text: str, path: Path, delimiter: str) -> Iterator[Record]:
                 )
             yield place, row.pop(key), dict(row)
     except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
+        # Where the broken row begins: line_num is the end of the last whole one.
+        raise ValueError(f"{path}, line {rows.line_num + 1}: {error}") from error
 
 
 def _from_parquet(path: Path) -> Iterator[Record]:

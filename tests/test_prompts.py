@@ -120,6 +120,8 @@ def test_the_embedded_world():
         ("p.csv", "title\na\n", ["line 1", "title"]),
         ("p.csv", "prompt\na cat, a dog\n", ["line 2", "more cells"]),
         ("p.csv", "", ["line 1", "nothing"]),
+        ("p.csv", '"prompt\na\n', ["line 1", "unexpected end of data"]),
+        ("p.csv", 'prompt\na\n"b\nc\n', ["line 3", "unexpected end of data"]),
         ("p.docx", "a", [".docx", ".txt"]),
     ],
 )  # fmt: skip
