@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -140,7 +141,7 @@ def load_checkpoint(
         state: what to load, under the names of save_checkpoint: modules, the optimizer, mappings of tensors
             and schedules are filled in place. A name may be left out (an export needs only `module`); what
             is given must match the checkpoint entry by entry. Plain values are not compared.
-        restore_random: set torch's and Python's generators too.
+        restore_random: set torch's, Python's and numpy's generators too.
 
     Raises:
         ValueError: not a checkpoint; or a name, an entry or a shape that differs, with what differs.
@@ -275,6 +276,8 @@ def _random_state() -> dict[str, Any]:
     # The run's own noise is keyed and needs none of this; a reward or a model's dropout may draw from them.
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"cpu": _to_hex(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
+    kind, words, *rest = np.random.get_state(legacy=True)
+    state["numpy"] = [kind, [int(word) for word in words], *rest]
     if torch.cuda.is_available():
         state["cuda"] = _to_hex(torch.cuda.get_rng_state())
     return state
@@ -284,6 +287,8 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(_from_hex(state["cpu"]))
+    if "numpy" in state:  # a checkpoint of an earlier version has none
+        np.random.set_state(tuple(state["numpy"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(state["cuda"]))
 

@@ -2,14 +2,17 @@
 
 Every random tensor has a key, such as (seed, iteration, prompt, step, member). The key is hashed to a
 seed of its own and drawn on the CPU in float32, so one process or eight, and any kind of GPU, see the
-same noise, and any part of a run can be drawn again by itself.
+same noise, and any part of a run can be drawn again by itself. Code from outside, such as a reward, draws
+from the process's generators: `seed_everything` sets those.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,3 +31,12 @@ def key_seed(seed: int, *key: int | str) -> int:
     """63-bit hash of a key: neighbouring seeds or members share nothing, as sums of the parts would."""
     text = "/".join(f"{type(part).__name__}:{part}" for part in (int(seed), *key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the process's own generators: torch's (CPU and GPUs), Python's and numpy's."""
+    # Hashed, because torch's CPU generator and numpy's heed 32 bits of a seed only.
+    hashed = key_seed(seed, "process")
+    torch.manual_seed(hashed)
+    random.seed(hashed)
+    np.random.seed(hashed % 2**32)

@@ -8,19 +8,20 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from g2rpo.distributed import seed_everything
 
 
 class Run:
     """A small training with everything that a checkpoint must carry: optimizer, schedule, EMA, generators."""
 
     def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
+        seed_everything(seed)
         self.module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -42,7 +43,7 @@ class Run:
     def train(self, iterations: int) -> list[float]:
         losses = []
         for _ in range(iterations):
-            x = torch.randn(3, 4) + random.random()
+            x = torch.randn(3, 4) + random.random() + np.random.random()
             loss = self.module(x).square().mean()
             loss.backward()
             self.optimizer.step()
@@ -57,6 +58,17 @@ class Run:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_a_seed_sets_every_generator(seed):
+    def drawn(seed: int) -> tuple[float, float, float]:
+        seed_everything(seed)
+        return torch.rand(()).item(), random.random(), float(np.random.random())
+
+    first = drawn(seed)
+    assert drawn(seed) == first
+    assert all(a != b for a, b in zip(first, drawn(seed ^ 2**40), strict=True)), "every bit counts"
 
 
 def test_resume_is_bit_exact(tmp_path):
