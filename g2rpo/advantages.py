@@ -47,8 +47,8 @@ def group_advantages(
         trim: leave the int(trim G) lowest rewards out of mean and std (MixGRPO's option).
 
     Returns:
-        [K, G]; float64 for float64 rewards, else float32. A row sums to 0 before clipping. A spread of at
-        most 8 float32 rounding units of max |r| gives 0, and so do fewer than 2 valid members.
+        [K, G]; float64 for float64 rewards, else float32. A row sums to 0 before clipping if trim is 0. A
+        spread of at most 8 float32 rounding units of max |r| gives 0, and so do fewer than 2 valid members.
 
     Raises:
         ValueError: shapes that do not fit, trim outside [0, 1).
