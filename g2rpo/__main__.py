@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -183,7 +182,7 @@ def sample(
     resolution: Annotated[int | None, typer.Option(help="Side in pixels. Default: the model's.")] = None,
     base: Annotated[str | None, typer.Option(help="Model that a LoRA or bare weights belong to.")] = None,
     device: Annotated[Device, typer.Option(help="auto = a GPU where there is one.")] = "auto",
-    precision: Annotated[Precision | None, typer.Option(help="Default: the run's, else float32.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Default: its own, else float32.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images a forward; memory grows with it.")] = 16,
 ) -> None:
     """Draw images with a model, or with two from the same seeds.
@@ -200,14 +199,14 @@ def sample(
     from g2rpo.saved import open_policy
 
     request = SampleRequest(tuple(texts), num_images, steps, shift, seed, batch)
-    opened = partial(open_policy, base=base, device=device, precision=precision)
-    policy = opened(model, guidance=guidance, resolution=resolution)
+    asked: dict[str, Any] = {"precision": precision, "guidance": guidance, "resolution": resolution}
+    policy = open_policy(model, base=base, device=device, **asked)
     images = _drawn(policy, request, model, folder)
     if compare is not None:
         # A fair pair: what was not asked for is as in the first model, which makes room before.
-        guidance, resolution = policy.guidance, policy.resolution
+        conditions = policy.conditions
         del policy
-        policy = opened(compare, guidance=guidance, resolution=resolution)
+        policy = open_policy(compare, base=base, device=device, **conditions)
         before = _drawn(policy, request, compare, folder / "compare")
         print(write_comparison(folder, request, before, images, (compare, model)))
 
@@ -333,8 +332,7 @@ def _drawn(policy: "FluxPolicy", request: "SampleRequest", model: str, folder: P
     from g2rpo.sample import write_samples
 
     images = request.images(policy)
-    info = {"model": model, "guidance": policy.guidance, "resolution": policy.resolution}
-    *_, grid = write_samples(folder, images, request, info)
+    *_, grid = write_samples(folder, images, request, {"model": model, **policy.conditions})
     print(f"{len(images)} images by {model}: {folder / '0000.png'} …, together in {grid}")
     return images
 

@@ -11,6 +11,7 @@ Reward models are not counted: their memory and time depend on what they are.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,12 +38,12 @@ class Costs:
         shape: of the model.
         forwards: mean per iteration, over all processes, by part: anchor, sde, tails, total, update.
         images: decoded and scored per iteration, over all processes, each distinct one once.
-        eval_forwards: of all evaluations and sample grids of the run.
+        eval_forwards: of all evaluations, sample grids and the comparison of the run.
         trained_params: numbers that the optimizer moves.
         memory: on each process's device, by part.
         estimated: the parts of `memory` that are estimates.
         disk: by part.
-        flops: of the whole run, rollout, update and decoding.
+        flops: of the whole run: rollout, update, evaluations, and the decoding of both.
         seconds: of an iteration by part; empty without a figure for a forward.
         run_seconds: of the whole run; None likewise.
         notes: what a person should know, such as granularities that coincide.
@@ -103,20 +104,24 @@ def plan_costs(
     forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
     per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
     images = groups * sum(per_group) / n
-    # Backward is twice the forward; a KL adds the reference's forward.
-    update_cost = (4 if algorithm.kl_beta else 3) * forwards["update"]
-    eval_forwards = _eval_forwards(settings)
+    # Backward is twice the forward; a KL adds the reference's forward, per_step one before all of them.
+    before_all = [algorithm.update == "per_step" and len(plan.noise_steps) > 1 for plan in plans]
+    passes = [3 + (algorithm.kl_beta > 0) + first for first in before_all]
+    update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
+    watched = _watched_images(settings, num_prompts)
+    eval_forwards = watched * settings.eval_num_steps
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
-    flops = forward_flops * shape.forward_flops + n * images * shape.decode_flops
+    flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
     trained = _trained_params(settings, shape)
     memory, estimated = _memory(settings, shape, plans, groups // num_processes, trained)
     seconds: dict[str, float] = {}
     run_seconds = None
     if seconds_per_forward is not None:
-        decode = images * shape.decode_flops / shape.forward_flops
-        parts = {"rollout": forwards["total"], "decode": decode, "update": update_cost}
+        decode = shape.decode_flops / shape.forward_flops
+        parts = {"rollout": forwards["total"], "decode": images * decode, "update": update_cost}
         seconds = {part: value * seconds_per_forward / num_processes for part, value in parts.items()}
-        run_seconds = n * sum(seconds.values()) + eval_forwards * seconds_per_forward / num_processes
+        watching = (eval_forwards + watched * decode) * seconds_per_forward
+        run_seconds = n * sum(seconds.values()) + watching / num_processes
     notes = coinciding_tails(plans, settings)
     if memory_bytes is not None:
         notes += _fit_notes(settings, shape, plans, groups // num_processes, memory_bytes)
@@ -193,7 +198,7 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
         table.append(("forwards an iteration", item, f"{count:,.0f}"))
     table += [
         ("images an iteration", "decoded and scored", f"{costs.images:,.0f}"),
-        ("forwards a run", "evaluations and samples", f"{costs.eval_forwards:,}"),
+        ("forwards a run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
         ("compute", "whole run", f"{costs.flops / 1e15:,.3g} PFLOP"),
     ]
     for part, size in costs.memory.items():
@@ -207,12 +212,20 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
     return table + [("note", "", note) for note in costs.notes]
 
 
-def _eval_forwards(settings: Settings) -> int:
-    """Evaluations and grids at the start and every interval; grids at both ends where none is set."""
-    evaluations = settings.iterations // settings.eval_every + 1 if settings.eval_every else 0
-    grids = settings.iterations // settings.sample_every + 1 if settings.sample_every else 2
-    images = evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts
-    return images * settings.eval_num_steps
+def _watched_images(settings: Settings, num_prompts: int | None) -> int:
+    """Images of evaluations and grids (both ends and every interval) and of the comparison (before, after).
+
+    As if there were as many evaluation prompts as asked for, and none of them repeated or trained on.
+    """
+    n, asked = settings.iterations, settings.compare_images
+    evaluations = 1 + math.ceil(n / settings.eval_every) if settings.eval_every else 0
+    grids = 1 + math.ceil(n / settings.sample_every) if settings.sample_every else 2
+    own = n * settings.prompts_per_iteration
+    sources = [own if num_prompts is None else min(own, num_prompts)]
+    sources += [settings.num_eval_prompts] if settings.eval_prompts else []
+    # Each prompt of a set has as many pictures as the others.
+    sets = [math.ceil(asked / min(asked, found)) * min(asked, found) for found in sources if asked]
+    return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
 
 
 def _trained_params(settings: Settings, shape: FluxShape) -> int:
@@ -230,7 +243,7 @@ def _memory(
     tokens, width = shape.tokens, shape.width
     # Update: what the backward needs of a block is about 34 bytes a token and channel in 16 bits
     # (Korthikanti et al., arXiv:2205.05198, without the attention matrix, which is never stored).
-    update_rows = min(settings.update_batch, max(plan.nfe(settings.group_size)["update"] for plan in plans))
+    update_rows = min(settings.update_batch, groups * max(_step_rows(settings, plan) for plan in plans))
     stored = update_rows * tokens * width * shape.blocks * 17 * compute_bytes
     # Rollout: one block's q, k, v, MLP (4 widths, twice), their joint output and the residual at a time.
     transient = settings.rollout_batch * tokens * width * 16 * compute_bytes
@@ -252,6 +265,15 @@ def _memory(
         "decoding": settings.decode_batch * pixels * (3 * 4 + 3 * shape.decoder_width * vae_bytes),
     }
     return memory, frozenset(["latents of the rollout", "activations", "decoding"])
+
+
+def _step_rows(settings: Settings, plan: Plan) -> int:
+    """Most rows of one group in one optimizer step: those of all noise steps, or of one."""
+    rows = plan.nfe(settings.group_size)["update"]
+    if settings.option("update") == "once" or len(plan.noise_steps) == 1:
+        return rows
+    # Where members draw the steps that they train, all of them may draw the same one.
+    return settings.group_size if plan.num_trained is not None else rows // len(plan.noise_steps)
 
 
 def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:

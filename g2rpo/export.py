@@ -4,7 +4,7 @@
     lora        pipeline.load_lora_weights(FOLDER): the adapters alone
 
 Each with README.md (a model card: settings, rewards, metrics, the base's licence) and g2rpo.json, from
-which `g2rpo sample FOLDER` takes guidance, resolution and base model.
+which `g2rpo sample FOLDER` takes the base model and the conditions of the run (saved.CONDITIONS).
 """
 
 from __future__ import annotations

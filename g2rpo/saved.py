@@ -17,28 +17,23 @@ import torch
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint
 from g2rpo.config import read_settings
 from g2rpo.models import load_policy
-from g2rpo.models.flux import FluxPolicy, Precision
+from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
 from g2rpo.models.weights import LORA_FILE
 from g2rpo.settings import Settings
 
 EXPORT_FILE = "g2rpo.json"
 """Beside an export's weights: its base model and the settings of its run."""
 
+CONDITIONS = ("precision", "guidance", "resolution", "max_sequence_length", "sigma_rounding")
+"""Arguments of `load_policy` under which a run sees its model, beside the weights."""
+
 
 def policy_of(settings: Settings, **changes: Any) -> FluxPolicy:
     """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
     arguments: dict[str, Any] = {
-        "device": settings.device,
-        "precision": settings.precision,
-        "guidance": settings.guidance,
-        "resolution": settings.resolution,
-        "max_sequence_length": settings.max_sequence_length,
-        "lora_rank": settings.lora_rank,
-        "lora_alpha": settings.lora_alpha,
-        "sigma_rounding": settings.sigma_rounding,
+        name: getattr(settings, name) for name in ("device", "lora_rank", "lora_alpha", *CONDITIONS)
     }
-    given = {name: value for name, value in changes.items() if value is not None}
-    return load_policy(settings.model, **(arguments | given))
+    return load_policy(settings.model, **(arguments | _given(changes)))
 
 
 def open_policy(
@@ -49,25 +44,37 @@ def open_policy(
     precision: Precision | None = None,
     guidance: float | None = None,
     resolution: int | None = None,
+    max_sequence_length: int | None = None,
+    sigma_rounding: SigmaRounding | None = None,
 ) -> FluxPolicy:
     """The policy that `model` names (see the top of this file).
 
     Args:
         base: model that a LoRA or bare weights belong to; an exported LoRA knows its own.
-        precision, guidance, resolution: None: the run's or the export's own, else float32, 3.5, the model's.
+        Others: None: the run's or the export's own, else as `load_policy` has it. What the first of two
+            policies has as its `conditions` makes the second a fair comparison.
 
     Raises:
         ValueError: no such model, a run without a checkpoint, or weights without a base.
     """
     path = Path(model).expanduser()
-    changes = {"device": device, "precision": precision, "guidance": guidance, "resolution": resolution}
+    changes = {
+        "device": device,
+        "precision": precision,
+        "guidance": guidance,
+        "resolution": resolution,
+        "max_sequence_length": max_sequence_length,
+        "sigma_rounding": sigma_rounding,
+    }
     run = _run_of(path)
     if run is not None:
         policy, _, _ = open_run(path, **changes)
         return policy
     record = export_record(path)
-    own: dict[str, Any] = {"guidance": record.get("guidance"), "resolution": record.get("resolution")}
-    arguments = {name: value for name, value in (own | _given(changes)).items() if value is not None}
+    # What the policy had comes before what the settings leave to the model (None).
+    own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
+    own |= {name: record.get(name) for name in ("guidance", "resolution") if name in record}
+    arguments = _given(own) | _given(changes)
     if not _is_weights(path):
         return load_policy(str(model), **arguments)
     base = base or record.get("base_model")

@@ -28,6 +28,8 @@ SMALL = [
     "group_size=3",
     "rewards={'bright:score'=1}",
     "guidance=2.0",
+    "max_sequence_length=16",
+    "sigma_rounding=released",
     "eval_rewards=['verifier']",
     "eval_prompts=world:heldout",
     "num_eval_prompts=2",
@@ -166,8 +168,10 @@ def test_pictures_of_a_run_and_of_its_export_are_the_same(place):
     assert len(tuned) == len(base) == 4 and (tuned - base).abs().max() > 2 / 255
     prompt, info = read_png_text(place / "pair" / "0003.png")
     assert prompt == "two blue stars" and info["seed"] == 8 and info["model"] == "run"
-    # A fair pair: the base is drawn with the run's guidance, not with its own default.
-    assert read_png_text(place / "pair" / "compare" / "0000.png")[1]["guidance"] == info["guidance"] == 2.0
+    # A fair pair: the base is drawn under the run's conditions, not with its own defaults.
+    other = read_png_text(place / "pair" / "compare" / "0000.png")[1]
+    assert other == {**info, "model": "tiny", "seed": 5} and info["guidance"] == 2.0
+    assert (info["max_sequence_length"], info["sigma_rounding"]) == (16, "released")
     for name in ("grid.png", "comparison.png"):
         assert f"pair/{name}" in told and (place / "pair" / name).is_file()
 

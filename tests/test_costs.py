@@ -1,5 +1,6 @@
 """The plan of a run against the paper's figures, measured figures, and real models and files."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from random_flux import save_random_flux
 from g2rpo.checkpoint import save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.costs import measure_forward, plan_costs, rows
-from g2rpo.models.shape import flux_shape
+from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.saved import policy_of
 from g2rpo.settings import Settings
 
@@ -33,6 +34,12 @@ def test_flux_is_what_was_measured():
     assert shape.forward_flops == pytest.approx(by_hand, rel=2e-3)
     # T5-XXL's encoder has 4.76 B parameters, CLIP-L's text tower 0.123 B, the VAE 83.8 M.
     assert shape.text_params == pytest.approx(4.885e9, rel=1e-3) and shape.vae_params == 83_819_683
+
+
+def test_the_docstring_names_the_fields():
+    attributes = FluxShape.__doc__.split("Attributes:")[1].splitlines()
+    named = [name for line in attributes for name in line.partition(":")[0].split(", ") if ":" in line]
+    assert sorted(name.strip() for name in named) == sorted(field.name for field in fields(FluxShape))
 
 
 def test_the_papers_run():
@@ -74,6 +81,58 @@ def test_a_moving_window_is_averaged(folder):
     costs = plan_costs(Settings(model=str(folder), prompts_per_iteration=1, iterations=2, **options))
     assert costs.forwards["anchor"] == 1.5 and costs.forwards["sde"] == 4
     assert costs.forwards["tails"] == 4 * (6 + 5) / 2
+
+
+def activations(folder, **options) -> int:
+    return plan_costs(Settings(model=str(folder), group_size=4, **options)).memory["activations"]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows_of_a_group"),
+    [
+        ({"algorithm": "g2rpo", "train_steps": 3}, 3),  # "once": all noise steps, a row for the group
+        ({"algorithm": "g2rpo", "train_steps": 3, "update": "per_step"}, 1),
+        ({"algorithm": "flow_grpo", "num_steps": 6, "update": "per_step"}, 4),  # a row a member
+    ],
+)
+def test_an_update_batch_holds_rows_of_every_group(folder, options, rows_of_a_group):
+    few = {**options, "rollout_batch": 1, "prompts_per_iteration": 3}
+    # 3 groups fill a batch of their rows and no more.
+    full = activations(folder, **few, update_batch=3 * rows_of_a_group)
+    assert activations(folder, **few, update_batch=1000) == full
+    assert full == 3 * rows_of_a_group * activations(folder, **few, update_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 3),
+        ({"kl_beta": 0.1}, 4),
+        ({"update": "per_step"}, 4),  # all rows once before the first optimizer step
+        ({"update": "per_step", "kl_beta": 0.1}, 5),
+        ({"update": "per_step", "train_steps": 1}, 3),  # one optimizer step: nothing comes before it
+    ],
+)
+def test_forwards_of_an_update(folder, options, passes):
+    costs = plan_costs(Settings(model=str(folder), iterations=2, **options), seconds_per_forward=1.0)
+    assert costs.seconds["update"] == passes * costs.forwards["update"]
+
+
+def test_what_is_drawn_to_watch(folder):
+    watch = {"eval_prompts": "world:demo", "num_eval_prompts": 10, "num_sample_prompts": 3}
+    common = Settings(model=str(folder), iterations=7, prompts_per_iteration=2, eval_num_steps=5, **watch)
+
+    def images(num_prompts: int = 100, **changes: int) -> float:
+        return plan_costs(common.model_copy(update=changes), num_prompts=num_prompts).eval_forwards / 5
+
+    assert images() == 2 * 3, "a grid at both ends"
+    # after iterations 0, 3, 6 and, as the last one, 7
+    assert images(eval_every=3, sample_every=3) == 4 * (10 + 3)
+    assert images(eval_every=7) == 2 * 10 + 2 * 3
+    assert images(compare_images=8) == 2 * 3 + 2 * (8 + 8)
+    # 4 own prompts three times each, 10 unseen ones; 14 own prompts are met in 7 iterations of 2
+    assert images(num_prompts=4, compare_images=10) == 2 * 3 + 2 * (12 + 10)
+    assert images(compare_images=15) == 2 * 3 + 2 * (28 + 20)
 
 
 def test_granularities_that_coincide_are_named(folder):
@@ -150,5 +209,9 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         plan_costs(settings, seconds_per_forward=0.0)
     with pytest.raises(ValueError, match="no multiple of 4"):
         plan_costs(settings.model_copy(update={"resolution": 18}))
+    with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
+        plan_costs(settings.model_copy(update={"max_sequence_length": 13}))
+    with pytest.raises(ValueError, match=r"outside 1\.\.512"):
+        flux_shape("black-forest-labs/FLUX.1-dev", max_sequence_length=5000)
     with pytest.raises(ValueError, match="missing"):
         flux_shape(tmp_path)

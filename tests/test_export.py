@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +26,18 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-def make_run(out: Path, base: Path, lora_rank: int, ema_decay: float = 0.0) -> tuple[Path, FluxPolicy]:
+def make_run(
+    out: Path, base: Path, lora_rank: int, ema_decay: float = 0.0, **options: Any
+) -> tuple[Path, FluxPolicy]:
     """A run folder as training leaves it, with weights moved away from the base."""
     settings = Settings(
         model=str(base),
         lora_rank=lora_rank,
-        guidance=2.0,
         out=str(out),
         ema_decay=ema_decay,
         seed=3,
         device="cpu",
+        **{"guidance": 2.0, **options},
     )
     policy = policy_of(settings)
     generator = torch.Generator().manual_seed(1)
@@ -103,6 +106,23 @@ def test_runs_and_checkpoints_open(base, tmp_path):
     run, policy = make_run(tmp_path / "run", base, lora_rank=0)
     assert torch.equal(velocity(open_policy(run)), velocity(policy))
     assert torch.equal(velocity(open_policy(run / "checkpoints" / "step_000005")), velocity(policy))
+
+
+CONDITIONS = {
+    "precision": "bfloat16", "guidance": 2.0, "resolution": 8, "max_sequence_length": 6,
+    "sigma_rounding": "released",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_saved_models_open_under_the_conditions_of_their_run(base, tmp_path, lora_rank):
+    run, policy = make_run(tmp_path / "run", base, lora_rank, **CONDITIONS)
+    exported = export_run(run)
+    for opened in (policy, open_policy(run), open_policy(exported, device="cpu")):
+        assert opened.conditions == CONDITIONS
+    # The second model of a comparison gets those of the first; what is asked for comes before both.
+    assert open_policy(base, device="cpu", **policy.conditions).conditions == CONDITIONS
+    assert open_policy(exported, device="cpu", sigma_rounding="exact").sigma_rounding == "exact"
 
 
 def test_ema_is_what_opens(base, tmp_path):

@@ -155,6 +155,16 @@ def test_precisions_and_adapters(folder, policy, precision, lora_rank):
     assert not any(p.requires_grad for p in trained.vae.parameters())
 
 
+def test_no_precision_leaks_into_the_next_policy(folder):
+    tf32 = FluxPolicy.load(folder, precision="tf32")
+    assert torch.get_float32_matmul_precision() == "high"
+    float32 = FluxPolicy.load(folder)
+    assert torch.get_float32_matmul_precision() == "highest"
+    # Embeddings of one are not taken from the cache for the other.
+    assert tf32.encoder_identity.replace(":tf32:", ":float32:") == float32.encoder_identity
+    assert tf32.encoder_identity != float32.encoder_identity
+
+
 def test_adapters_start_the_same_whatever_was_drawn_before(folder):
     torch.manual_seed(1)
     first = FluxPolicy.load(folder, lora_rank=2).module.state_dict()

@@ -40,7 +40,6 @@ class FluxPolicy:
         text: FluxText,
         *,
         device: torch.device,
-        compute_dtype: torch.dtype,
         guidance: float,
         resolution: int | None,
         sigma_rounding: SigmaRounding,
@@ -50,7 +49,7 @@ class FluxPolicy:
         self.vae: Any = vae
         self.guidance = guidance
         self.resolution, self.patch_px = checked_resolution(resolution, vae.config)
-        self.compute_dtype, self.sigma_rounding = compute_dtype, sigma_rounding
+        self.compute_dtype, self.sigma_rounding = text.dtype, sigma_rounding
         side = self.resolution // self.patch_px
         self.latent_shape: tuple[int, int] = (side * side, int(module.config.in_channels))
         self._img_ids = _image_ids(side).to(device)
@@ -78,8 +77,10 @@ class FluxPolicy:
         Args:
             name: folder in diffusers layout, or hub name (fetched into the hub's cache).
             device: where everything lives.
-            precision: "float32", or "bfloat16": autocast over float32 master weights where all weights are
-                trained, over a frozen bfloat16 base with float32 adapters where lora_rank > 0.
+            precision: "float32"; "tf32": the same weights, matrix products of 10-bit mantissas on a GPU; or
+                "bfloat16": autocast over float32 master weights where all weights are trained, over a frozen
+                bfloat16 base with float32 adapters where lora_rank > 0. Products in float32 or tf32 are a
+                switch of the process: the policy loaded last decides for all of them.
             guidance: input of guidance-distilled models; no effect on others.
             resolution: side of the square image in pixels; None: what the VAE was made for.
             max_sequence_length: T5 tokens; None: the smaller of 512 and the tokenizer's limit.
@@ -96,14 +97,14 @@ class FluxPolicy:
 
         if precision not in get_args(Precision):
             raise ValueError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
-        if precision == "tf32":  # a switch of the process: torch has no narrower one
-            torch.set_float32_matmul_precision("high")
         if sigma_rounding not in ("exact", "released"):
             raise ValueError(f'sigma_rounding={sigma_rounding!r}: choose "exact" or "released"')
         folder, device = local_folder(name), torch.device(device)
         kind = read_json(folder / "model_index.json").get("_class_name")
         if kind != "FluxPipeline":
             raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+        # Set either way: a float32 policy after a tf32 one would else run in tf32.
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         if device.type == "cuda":
             # cuDNN's attention backward crashes on few, small heads in bfloat16 (H100, torch 2.11).
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -124,13 +125,23 @@ class FluxPolicy:
             folder,
             module.to(device).eval(),
             vae.to(device).eval().requires_grad_(False),
-            FluxText(folder, device=device, dtype=dtype, max_sequence_length=max_sequence_length),
+            FluxText(folder, device=device, precision=precision, max_sequence_length=max_sequence_length),
             device=device,
-            compute_dtype=dtype,
             guidance=guidance,
             resolution=resolution,
             sigma_rounding=sigma_rounding,
         )
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """The arguments of `load` under which other weights draw the same way as these."""
+        return {
+            "precision": self.text.precision,
+            "guidance": self.guidance,
+            "resolution": self.resolution,
+            "max_sequence_length": self.text.max_sequence_length,
+            "sigma_rounding": self.sigma_rounding,
+        }
 
     @property
     def encoder_identity(self) -> str:

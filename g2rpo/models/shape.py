@@ -16,6 +16,7 @@ from torch import nn
 
 from g2rpo.models.files import config_folder, read_json
 from g2rpo.models.flux import checked_resolution
+from g2rpo.models.text import checked_length
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.models.weights import lora_layers
 
@@ -54,7 +55,7 @@ class FluxShape:
         resolution_px: side of the image.
         latent_shape: (L, C) tokens and channels of a packed latent.
         text_tokens, text_dim, pooled_dim: of a prompt's embedding.
-        width, blocks, mlp_ratio: of the transformer, for activation estimates.
+        width, blocks: of the transformer, for activation estimates.
         transformer_params, vae_params, text_params: numbers of parameters.
         lora_params_per_rank: of adapters on attention and MLP linears, per unit of rank.
         forward_flops, decode_flops: for one image.
@@ -88,16 +89,16 @@ def flux_shape(
     """Sizes of the model `name` (as `load_policy` takes it); of a hub model only small files are fetched.
 
     Raises:
-        ValueError: no such model, not a FLUX, or a resolution that it does not take.
+        ValueError: no such model, not a FLUX, or a resolution or max_sequence_length that it does not take.
     """
     configs, token_limit = _configs(str(name))
-    text_tokens = token_limit if max_sequence_length is None else max_sequence_length
+    text_tokens = checked_length(max_sequence_length, token_limit, name)
     side_px, patch_px = checked_resolution(resolution, configs["vae"])
     return _measured(_Frozen(configs), side_px, patch_px, text_tokens)
 
 
 def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
-    """Configuration of each network, and the T5 tokens of a prompt."""
+    """Configuration of each network, and the limit of its second tokenizer."""
     if name in KNOWN:
         return KNOWN[name], 512
     folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
@@ -105,8 +106,8 @@ def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
     if kind != "FluxPipeline":
         raise ValueError(f"{folder} is a {kind}; this version plans FluxPipeline models")
     configs = {part: read_json(folder / part / "config.json") for part in FLUX_1_DEV}
-    limit = int(read_json(folder / "tokenizer_2" / "tokenizer_config.json").get("model_max_length", 512))
-    return configs, min(512, limit)
+    tokenizer = read_json(folder / "tokenizer_2" / "tokenizer_config.json")
+    return configs, int(tokenizer.get("model_max_length", 512))
 
 
 class _Frozen:

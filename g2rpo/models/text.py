@@ -23,8 +23,12 @@ class FluxText:
 
     Args:
         folder: the model's folder.
-        device, dtype: where and how the encoders run.
+        device: where the encoders run.
+        precision: "float32", "tf32" or "bfloat16": how they run, and a part of `identity`.
         max_sequence_length: T5 tokens, padding included; None: the smaller of 512 and tokenizer_2's limit.
+
+    Raises:
+        ValueError: a max_sequence_length outside that limit.
     """
 
     def __init__(
@@ -32,30 +36,25 @@ class FluxText:
         folder: Path,
         *,
         device: torch.device,
-        dtype: torch.dtype,
+        precision: str,
         max_sequence_length: int | None = None,
     ) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
+        self.folder, self.device, self.precision = folder, device, precision
+        self.dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self.tokenizer: Any = component_class(folder, "tokenizer").from_pretrained(folder / "tokenizer")
         self.tokenizer_2: Any = component_class(folder, "tokenizer_2").from_pretrained(folder / "tokenizer_2")
-        limit = min(512, int(self.tokenizer_2.model_max_length))
-        self.max_sequence_length = limit if max_sequence_length is None else max_sequence_length
-        if not 1 <= self.max_sequence_length <= limit:
-            raise ValueError(
-                f"max_sequence_length={max_sequence_length} is outside 1..{limit}, the tokens that "
-                f"{folder}'s second tokenizer and FLUX take"
-            )
+        limit = int(self.tokenizer_2.model_max_length)
+        self.max_sequence_length = checked_length(max_sequence_length, limit, folder)
         self._encoders: tuple[nn.Module, nn.Module] | None = None
         self._identity: str | None = None
 
     @property
     def identity(self) -> str:
-        """Names everything an embedding depends on beside its prompt: files, dtype, length."""
+        """Names everything an embedding depends on beside its prompt: files, precision, length."""
         if self._identity is None:
             parts = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
             files = fingerprint(self.folder / part for part in parts)
-            dtype = str(self.dtype).removeprefix("torch.")
-            self._identity = f"flux-text:{files}:{dtype}:{self.max_sequence_length}"
+            self._identity = f"flux-text:{files}:{self.precision}:{self.max_sequence_length}"
         return self._identity
 
     @torch.no_grad()
@@ -100,3 +99,18 @@ class FluxText:
                 loaded.append(encoder.to(self.device).eval().requires_grad_(False))
             self._encoders = (loaded[0], loaded[1])
         return self._encoders
+
+
+def checked_length(asked: int | None, tokenizer_limit: int, model: str | Path) -> int:
+    """T5 tokens of a prompt; None: as many as the tokenizer and FLUX (512) take.
+
+    Raises:
+        ValueError: outside 1 to that.
+    """
+    limit = min(512, tokenizer_limit)
+    if asked is not None and not 1 <= asked <= limit:
+        raise ValueError(
+            f"max_sequence_length={asked} is outside 1..{limit}, the tokens that {model}'s second tokenizer "
+            "and FLUX take"
+        )
+    return limit if asked is None else asked
