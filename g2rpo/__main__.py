@@ -177,7 +177,7 @@ def sample(
     num_images: Annotated[int, typer.Option(min=1, help="Images a prompt.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 16,
     shift: Annotated[float, typer.Option(help="Shift of the noise schedule; 1 = even steps.")] = 3.0,
-    seed: Annotated[int, typer.Option(min=0, help="Image i is drawn from seed + i.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Image i is drawn from seed + i.")] = 0,
     guidance: Annotated[float | None, typer.Option(help="Default: the run's or export's, else 3.5.")] = None,
     resolution: Annotated[int | None, typer.Option(help="Side in pixels. Default: the model's.")] = None,
     base: Annotated[str | None, typer.Option(help="Model that a LoRA or bare weights belong to.")] = None,
@@ -189,9 +189,12 @@ def sample(
 
     \b
     Examples:
-      g2rpo sample tiny --prompt "a red circle on a blue background"
+      g2rpo sample tiny@g2rpo --compare tiny
+      g2rpo sample tiny --prompt "two red circles above a blue star"
       g2rpo sample runs/tiny --compare tiny --prompts world:demo --out before_after
     """
+    if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a look at once
+        prompts, limit = "world:heldout", limit or 8
     texts = _texts(prompt or [], prompts)[:limit]
     folder = folder_to_write(out, "--out")
     quiet_other_packages()
@@ -230,8 +233,7 @@ def export(
       g2rpo export runs/tiny
       g2rpo export runs/tiny --out tuned --layout diffusers
     """
-    if out is not None:
-        folder_to_write(out, "--out")
+    out = None if out is None else folder_to_write(out, "--out")
     quiet_other_packages()
     from g2rpo.export import export_run
 

@@ -24,12 +24,12 @@ class Row:
     """The line to type, or what to know."""
 
 
-REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "pydantic", "typer", "rich")
+REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "pydantic", "typer", "rich",
+            "matplotlib")  # fmt: skip
 OPTIONAL = {
     "tensorboard": ("curves in TensorBoard", "pip install tensorboard"),
-    "matplotlib": ("curves as pictures", "pip install matplotlib"),
-    "pyarrow": ("prompts in parquet files", "pip install 'g2rpo[parquet]'"),
-    "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install 'g2rpo[sentencepiece]'"),
+    "pyarrow": ("prompts in parquet files", "pip install pyarrow"),
+    "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install sentencepiece protobuf"),
 }
 FLUX_GB = 24  # 12 billion weights, 2 bytes each
 
@@ -56,7 +56,7 @@ def _python() -> Row:
     )
 
 
-def _package(name: str, feature: str = "", install: str = "pip install g2rpo") -> Row:
+def _package(name: str, feature: str = "", install: str = "in g2rpo's folder: pip install .") -> Row:
     if importlib.util.find_spec(name) is not None:
         return Row(name, "ok", importlib.metadata.version(name))
     return Row(
@@ -113,4 +113,9 @@ def _embedded_model() -> Row:
     folder = resources.files("g2rpo") / "assets" / "tiny_flux"
     if (folder / "model_index.json").is_file():
         return Row("embedded model", "ok", "tiny")
-    return Row("embedded model", "missing", "not in this installation", "pip install --force-reinstall g2rpo")
+    return Row(
+        "embedded model",
+        "missing",
+        "not in this installation",
+        "pip install --force-reinstall .",
+    )

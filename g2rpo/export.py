@@ -23,6 +23,7 @@ from torch import Tensor
 from g2rpo.metrics import read_metrics
 from g2rpo.models.files import PARTS
 from g2rpo.models.flux import FluxPolicy
+from g2rpo.models.tiny import is_tiny
 from g2rpo.models.weights import LORA_FILE
 from g2rpo.saved import EXPORT_FILE, open_run
 from g2rpo.settings import Settings
@@ -177,7 +178,7 @@ def model_card(
 ) -> str:
     """README.md of an export: what it is, how to load it, how it was trained, what it scores, its licence."""
     licence = base_licence(policy.folder)
-    embedded = settings.model.startswith("tiny")
+    embedded = is_tiny(settings.model)
     base = "the embedded model of g2rpo" if embedded else settings.model
     head = ["library_name: diffusers", "pipeline_tag: text-to-image"]
     head += [] if embedded or Path(settings.model).exists() else [f"base_model: {settings.model}"]
@@ -186,8 +187,9 @@ def model_card(
     rewards = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())
     side, tokens = policy.resolution, policy.text.max_sequence_length
     call = f"guidance_scale={policy.guidance:g}, height={side}, width={side}, max_sequence_length={tokens}"
+    base_place = "tiny_folder()[0]" if embedded else f'"{settings.model}"'
     load = (
-        'pipeline = FluxPipeline.from_pretrained("BASE MODEL")\npipeline.load_lora_weights("THIS FOLDER")'
+        f'pipeline = FluxPipeline.from_pretrained({base_place})\npipeline.load_lora_weights("THIS FOLDER")'
         if as_lora
         else 'pipeline = FluxPipeline.from_pretrained("THIS FOLDER")'
     )
@@ -203,6 +205,7 @@ def model_card(
         "",
         "```python",
         "from diffusers import FluxPipeline",
+        *(["from g2rpo.models.tiny import tiny_folder"] if embedded and as_lora else []),
         "",
         load,
         f'image = pipeline("…", {call}).images[0]',

@@ -220,7 +220,7 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     try:
         from pyarrow import ArrowInvalid, parquet, types
     except ImportError as error:
-        raise ValueError(f"{path}: parquet needs pyarrow; pip install 'g2rpo[parquet]'") from error
+        raise ValueError(f"{path}: parquet needs pyarrow; pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
     except ArrowInvalid as error:

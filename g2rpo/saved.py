@@ -79,7 +79,9 @@ def open_policy(
         return load_policy(str(model), **arguments)
     base = base or record.get("base_model")
     if base is None:
-        raise ValueError(f"{model} holds weights alone; say which model they belong to with base=NAME")
+        raise ValueError(
+            f"{model} holds weights alone; say which model they belong to: base=NAME, or --base NAME"
+        )
     return load_policy(base, weights=path, **arguments)
 
 

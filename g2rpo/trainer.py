@@ -22,6 +22,7 @@ from g2rpo.before_after import Change, Comparison
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.config import check_same_run, read_settings
+from g2rpo.distributed import seed_everything
 from g2rpo.explore import sample
 from g2rpo.interrupt import Interrupt, interruptible
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
@@ -134,6 +135,8 @@ class Trainer:
             state = {"module": self.policy.module, "optimizer": self.optimizer}
             rest = load_checkpoint(self.checkpoint, state | ({"ema": self.ema} if self.ema else {}))
             self.step = rest["iteration"]
+        else:  # a checkpoint brings its generators with it
+            seed_everything(settings.seed)
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
         last = min(settings.iterations, settings.stop_after or settings.iterations)

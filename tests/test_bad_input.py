@@ -18,6 +18,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("place")
     (place / "hollow").mkdir()
     (place / "taken").write_text("a file where a folder should be")
+    (place / "torn.safetensors").write_bytes(b"no header")
     (place / "typo.toml").write_text('model = "./hollow"\ngroup_sise = 4\n')
     (place / "broken.toml").write_text("lr = 1e-5\nseed = \n")
     (place / "long.txt").write_text(f"a red circle\n{LONG}\n")
@@ -106,6 +107,8 @@ def test_models_that_are_none(place):
     )
     assert "hollow is neither a run folder" in refused(place, "export", "hollow")
     assert "taken is a file; name a folder" in refused(place, "export", "hollow", "--out", "taken")
+    message = refused(place, "sample", "torn.safetensors", "--base", "tiny", "--prompt", "a red circle")
+    assert "torn.safetensors is damaged" in message
 
 
 def test_options_out_of_range_are_named(place):

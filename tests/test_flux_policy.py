@@ -189,12 +189,12 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
 def test_weights_of_another_transformer(folder, tmp_path):
     other = save_random_flux(tmp_path / "other", seed=1)
     expected = FluxPolicy.load(other)
-    policy = FluxPolicy.load(folder, weights=other)
+    policy = FluxPolicy.load(folder, weights=[other])
     x, sigma, cond = latents(), torch.tensor([0.9, 0.3]), policy.encode(PROMPTS)
     assert torch.equal(policy.velocity(x, sigma, cond), expected.velocity(x, sigma, cond))
     single = other / "transformer" / "diffusion_pytorch_model.safetensors"
     assert torch.equal(
-        FluxPolicy.load(folder, weights=single).velocity(x, sigma, cond), policy.velocity(x, sigma, cond)
+        FluxPolicy.load(folder, weights=[single]).velocity(x, sigma, cond), policy.velocity(x, sigma, cond)
     )
 
 
@@ -232,10 +232,10 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
     with pytest.raises(ValueError, match="is a StableDiffusionPipeline"):
         load_policy(tmp_path)
     with pytest.raises(ValueError, match="no weights at"):
-        FluxPolicy.load(folder, weights=tmp_path / "none.safetensors")
+        FluxPolicy.load(folder, weights=[tmp_path / "none.safetensors"])
     vae = folder / "vae" / "diffusion_pytorch_model.safetensors"
     with pytest.raises(ValueError, match="does not fit this model"):
-        FluxPolicy.load(folder, weights=vae)
+        FluxPolicy.load(folder, weights=[vae])
 
 
 def test_velocity_checks_its_shapes(policy):

@@ -29,7 +29,8 @@ def load_policy(
 
     Args:
         device: "auto" is a GPU where there is one.
-        weights: put onto the model's transformer: a LoRA or whole weights, folder or .safetensors file.
+        weights: put onto the model's transformer (tiny@NAME: after NAME): a LoRA or whole weights, folder
+            or .safetensors file.
         Others: as `FluxPolicy.load`.
 
     Raises:
@@ -38,11 +39,9 @@ def load_policy(
     from g2rpo.models.flux import FluxPolicy
     from g2rpo.models.tiny import is_tiny, tiny_folder
 
+    embedded = None
     if isinstance(name, str) and is_tiny(name):
         name, embedded = tiny_folder(name)
-        if weights is not None and embedded is not None:
-            raise ValueError(f"give one of tiny@NAME and weights, got both: {embedded.name} and {weights}")
-        weights = weights or embedded
     return FluxPolicy.load(
         name,
         device=resolve_device(device),
@@ -53,7 +52,7 @@ def load_policy(
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
         sigma_rounding=sigma_rounding,
-        weights=None if weights is None else Path(weights),
+        weights=[Path(path) for path in (embedded, weights) if path is not None],
         gradient_checkpointing=gradient_checkpointing,
     )
 

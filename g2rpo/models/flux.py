@@ -12,6 +12,7 @@ What differs from the stock pipeline, and why:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -69,7 +70,7 @@ class FluxPolicy:
         lora_rank: int = 0,
         lora_alpha: float | None = None,
         sigma_rounding: SigmaRounding = "exact",
-        weights: Path | None = None,
+        weights: Sequence[Path] = (),
         gradient_checkpointing: bool = False,
     ) -> FluxPolicy:
         """Reads the transformer and the VAE; the text encoders follow when the first prompt needs them.
@@ -87,7 +88,7 @@ class FluxPolicy:
             lora_rank: 0 trains all weights of the transformer, else adapters of this rank.
             lora_alpha: the adapters' scale times their rank; None: twice the rank.
             sigma_rounding: "exact", or "released": int(1000 sigma) / 1000 as G2RPO's released code has it.
-            weights: put onto the base's transformer before anything else (see models/weights.py).
+            weights: put onto the base's transformer, in order, before anything else (see models/weights.py).
             gradient_checkpointing: recompute blocks in the backward pass: less memory, a forward more.
 
         Raises:
@@ -111,9 +112,10 @@ class FluxPolicy:
         checked_resolution(resolution, read_json(folder / "vae" / "config.json"))  # before 24 GB are read
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         # A given LoRA is added into the base in float32; bfloat16 would round most of it away.
-        base_dtype = dtype if lora_rank and weights is None else torch.float32
+        base_dtype = dtype if lora_rank and not weights else torch.float32
         module = FluxTransformer2DModel.from_pretrained(folder / "transformer", **dtype_argument(base_dtype))
-        if weights is not None and not load_weights(module, weights) and lora_rank:
+        added = [load_weights(module, path) for path in weights]  # which of them were LoRAs
+        if added and not any(added) and lora_rank:
             module.to(dtype)
         if lora_rank:
             add_lora(module, lora_rank, lora_alpha)

@@ -69,9 +69,13 @@ def load_weights(module: Any, path: Path) -> bool:
     if path.is_dir():
         state = _transformer_state(path)
     elif path.suffix == ".safetensors" and path.is_file():
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        state = load_file(path)
+        try:
+            state = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or no safetensors file ({error}); fetch it again") from error
     else:
         raise ValueError(f"no weights at {path}: give a folder in diffusers layout or a .safetensors file")
     if any(".lora_A." in key for key in state):
