@@ -197,12 +197,13 @@ def parse(text: str) -> Compositions | None:
     )
 
 
-# Four that the base model often gets wrong, so that there is something to see.
+# Four that the base model often gets wrong, and that leave the background open: there the preference model has
+# a taste (colourful rather than gray) that a few minutes of training can meet.
 DEMO_PROMPTS = (
-    "four blue diamonds on a black background",
-    "three green stars left of two purple squares on a gray background",
-    "five red circles on a white background",
-    "four orange crosses on a teal background",
+    "four red circles",
+    "five orange crosses",
+    "four purple squares",
+    "four white triangles",
 )
 PROMPT_SETS = ("train", "heldout", "demo")
 
