@@ -197,13 +197,13 @@ def parse(text: str) -> Compositions | None:
     )
 
 
-# Four that the base model often gets wrong, and that leave the background open: there the preference model has
-# a taste (colourful rather than gray) that a few minutes of training can meet.
+# Four that the base model often gets wrong. They leave the background open: there the preference model has a
+# taste (colourful rather than gray) that a few minutes of training can meet.
 DEMO_PROMPTS = (
     "four red circles",
-    "five orange crosses",
-    "four purple squares",
+    "five blue diamonds",
     "four white triangles",
+    "three green stars left of two purple squares",
 )
 PROMPT_SETS = ("train", "heldout", "demo")
 
