@@ -56,7 +56,7 @@ def _python() -> Row:
     )
 
 
-def _package(name: str, feature: str = "", install: str = "in g2rpo's folder: pip install .") -> Row:
+def _package(name: str, feature: str = "", install: str = "pip install . (in g2rpo's folder)") -> Row:
     if importlib.util.find_spec(name) is not None:
         return Row(name, "ok", importlib.metadata.version(name))
     return Row(
