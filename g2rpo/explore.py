@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.distributed import keyed_noise
+from g2rpo.noise import group_noise
 from g2rpo.plans import Plan
 from g2rpo.policy import Conditioning, Policy
 from g2rpo.sde import dpm2m_step, transition, transition_log_prob
@@ -115,6 +116,7 @@ def sample(
     iteration: int,
     prompt_indices: Sequence[int],
     rollout_batch: int = 24,
+    noise: str = "independent",
 ) -> Samples:
     """Everything that the policy makes for a plan: P prompts, G members each.
 
@@ -124,6 +126,7 @@ def sample(
         diffusion, eta: step rule of the noisy steps, see `sde.transition`.
         seed, iteration, prompt_indices: keys of the noise; the index of each prompt in its stream.
         rollout_batch: most samples in one forward.
+        noise: how the members' noise depends on each other's, see `noise.group_noise`.
     """
     if len(cond) != len(prompt_indices) or not prompt_indices:
         raise ValueError(f"{len(cond)} rows of conditioning for {len(prompt_indices)} prompts; give one each")
@@ -131,17 +134,15 @@ def sample(
     forwards = CountedPolicy(policy, cond, rollout_batch)
     keys = tuple((seed, iteration, prompt) for prompt in prompt_indices)
     start = torch.stack([keyed_noise(policy.latent_shape, *key, "start") for key in keys])
-    noise = torch.stack(
+    drawn = torch.stack(
         [
-            keyed_noise(policy.latent_shape, *key, "step", step, member)
+            group_noise(noise, policy.latent_shape, group_size, key, step)
             for step in plan.noise_steps
             for key in keys
-            for member in range(group_size)
         ]
-    ).unflatten(0, (len(plan.noise_steps), len(keys), group_size))
+    ).unflatten(0, (len(plan.noise_steps), len(keys)))
     anchor = walk_anchor(forwards, plan, levels, _on(policy.device, start))
-    noise = _on(policy.device, noise)
-    return grow(forwards, plan, levels, anchor, noise, keys, diffusion=diffusion, eta=eta)
+    return grow(forwards, plan, levels, anchor, _on(policy.device, drawn), keys, diffusion=diffusion, eta=eta)
 
 
 @torch.no_grad()

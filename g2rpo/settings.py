@@ -99,6 +99,8 @@ class Settings(BaseModel):
     # Groups, prompts and rewards.
     group_size: Annotated[int, Field(ge=2)] = 12
     """G: images of one prompt that are compared with each other; cost grows with it."""
+    noise: Literal["independent", "antithetic", "orthogonal"] = "independent"
+    """How the noise of a group's members depends on each other's; each is standard normal by itself."""
     prompts: Text = "world:train"
     """Training prompts: a txt, json, jsonl, csv or parquet file, or world:NAME of the embedded world."""
     prompts_per_iteration: Count = 4

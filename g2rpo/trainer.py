@@ -205,6 +205,7 @@ class Trainer:
             iteration=self.step,
             prompt_indices=range(position, position + len(prompts)),
             rollout_batch=settings.rollout_batch,
+            noise=settings.noise,
         )
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize(self.policy.device)  # else its last forwards count as scoring

@@ -14,7 +14,7 @@ ROWS = [
     "words",
     "schedule sde plans advantages loss algorithms",
     "policy models world rewards",
-    "prompts conditioning distributed tree explore rollout",
+    "prompts conditioning distributed noise tree explore rollout",
     "checkpoint metrics options recipe settings config",
     "interrupt reward_stats saved pictures sample export",
     "update watch before_after run guard",

@@ -197,14 +197,8 @@ def parse(text: str) -> Compositions | None:
     )
 
 
-# Four that the base model often gets wrong. They leave the background open: there the preference model has a
-# taste (colourful rather than gray) that a few minutes of training can meet.
-DEMO_PROMPTS = (
-    "four red circles",
-    "five blue diamonds",
-    "four white triangles",
-    "three green stars left of two purple squares",
-)
+# Two that the base model often gets wrong. The fewer the prompts, the more often each is seen in a few minutes.
+DEMO_PROMPTS = ("four red circles", "five blue diamonds")
 PROMPT_SETS = ("train", "heldout", "demo")
 
 

@@ -85,7 +85,7 @@ class Layouts:
 
 
 def is_held_out(scenes: Compositions) -> Tensor:
-    """[N] bool: compositions that no training caption states, in neither wording.
+    """[N] bool: compositions that no training caption states, in either wording.
 
     "A left of B" and "B right of A" are one picture: held out is what both of them keep out of training, by a
     hash of what the caption states. The background does not enter, so a held-out composition is unseen on
