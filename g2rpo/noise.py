@@ -1,4 +1,4 @@
-"""The noise of a group's members at one step, which may be drawn to differ from each other more than by chance.
+"""The noise of a group's members at one step, which may be drawn to differ more than by chance.
 
 A group is an evolution-strategies estimate around one state: its gradient is a sum of advantages times noise.
 Known ways to lower that estimate's variance cost no forward. In all of them each member's noise is standard

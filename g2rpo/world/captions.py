@@ -197,7 +197,7 @@ def parse(text: str) -> Compositions | None:
     )
 
 
-# Two that the base model often gets wrong. The fewer the prompts, the more often each is seen in a few minutes.
+# Two that the base model often gets wrong: with few prompts, each is seen often in a few minutes.
 DEMO_PROMPTS = ("four red circles", "five blue diamonds")
 PROMPT_SETS = ("train", "heldout", "demo")
 

@@ -121,8 +121,7 @@ def sample_compositions(
     Args:
         num: how many.
         generator: its device is where the scenes live.
-        held_out: the part that training never sees, or the part that it draws. A scene of which training
-            may see one wording is in neither.
+        held_out: the part of which training sees no wording, or the part that it draws from.
         two_groups: the share of scenes with two groups; 0 or 1 gives one kind only.
     """
     if held_out and 0 < two_groups < 1:  # fewer pairs than single groups are held out: each kind by itself
