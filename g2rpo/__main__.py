@@ -8,39 +8,27 @@ Imports stand inside the commands: `--help` and a typing error answer before tor
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from typer.core import TyperGroup
 
 import g2rpo
+from g2rpo.console import (
+    Commands,
+    folder_to_write,
+    positive_number,
+    quiet_other_packages,
+    recipe_and_overrides,
+    show,
+    texts_of,
+)
 
 if TYPE_CHECKING:
     from g2rpo.before_after import Change
-    from g2rpo.models.flux import FluxPolicy
-    from g2rpo.sample import SampleRequest
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["float32", "tf32", "bfloat16"]
-
-
-class Commands(TyperGroup):
-    """Prints a ValueError as its message in red on stderr; `g2rpo --traceback COMMAND` shows its origin."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ValueError as error:
-            if ctx.params["traceback"]:
-                raise
-            console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
-            console.print(f"error: {error}", style="red")
-            raise typer.Exit(2) from error
 
 
 app = typer.Typer(
@@ -167,6 +155,58 @@ def plan(
 
 
 @app.command()
+def fetch(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would be, download nothing.")
+    ] = False,
+) -> None:
+    """Download what a run needs, after saying what that is.
+
+    Sizes, licences and permissions come first. A model that is a folder is checked for completeness.
+
+    \b
+    Examples:
+      g2rpo fetch my.toml --dry-run
+      g2rpo fetch my.toml model=black-forest-labs/FLUX.1-dev
+    """
+    from g2rpo.config import load_settings
+
+    settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
+    quiet_other_packages()
+    from g2rpo.fetch import fetch_needs, needs
+
+    found = needs(settings.model, [*settings.rewards, *settings.eval_rewards])
+    print(*found, sep="\n")
+    if not dry_run:
+        fetch_needs(found)
+
+
+@app.command()
+def embed(recipe: Recipe = None, overrides: Overrides = None) -> None:
+    """Put a run's prompts through the text encoders ahead of it.
+
+    Fills the cache with the prompts that the run will use; it then loads no text encoder. Ctrl-C keeps what
+    is done (exit code 130); the same command goes on.
+
+    \b
+    Examples:
+      g2rpo embed my.toml
+      g2rpo embed my.toml iterations=1000 cache=/data/embeddings
+      torchrun --nproc-per-node 8 -m g2rpo embed my.toml
+    """
+    from g2rpo.config import load_settings
+
+    settings = load_settings(*recipe_and_overrides(recipe, overrides))
+    quiet_other_packages()
+    from g2rpo.embed import embed_run
+
+    if embed_run(settings).interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
 def sample(
     model: Annotated[str, typer.Argument(help="tiny, run, export, model folder, hub name, LoRA or weights.")],
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
@@ -176,7 +216,11 @@ def sample(
     compare: Annotated[str | None, typer.Option(help="A second model, drawn to the left of MODEL.")] = None,
     num_images: Annotated[int, typer.Option(min=1, help="Images a prompt.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 16,
-    shift: Annotated[float, typer.Option(help="Shift of the noise schedule; 1 = even steps.")] = 3.0,
+    first_steps: Annotated[int | None, typer.Option(help="MODEL takes so many; --then the rest.")] = None,
+    then: Annotated[str | None, typer.Option(help="A model that takes over after --first-steps.")] = None,
+    shift: Annotated[
+        str, typer.Option(help="Of the noise schedule; 1 = even steps, pipeline = as the model's files say.")
+    ] = "3",
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Image i is drawn from seed + i.")] = 0,
     guidance: Annotated[float | None, typer.Option(help="Default: the run's or export's, else 3.5.")] = None,
     resolution: Annotated[int | None, typer.Option(help="Side in pixels. Default: the model's.")] = None,
@@ -192,26 +236,28 @@ def sample(
       g2rpo sample tiny@g2rpo --compare tiny
       g2rpo sample tiny --prompt "two red circles above a blue star"
       g2rpo sample runs/tiny --compare tiny --prompts world:demo --out before_after
+      g2rpo sample runs/flux --steps 50 --first-steps 30 --then black-forest-labs/FLUX.1-dev \\
+        --shift pipeline --prompt "a cat"
     """
     if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a look at once
         prompts, limit = "world:heldout", limit or 8
-    texts = _texts(prompt or [], prompts)[:limit]
+    texts = texts_of(prompt or [], prompts)[:limit]
+    number = 3.0 if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     folder = folder_to_write(out, "--out")
     quiet_other_packages()
-    from g2rpo.sample import SampleRequest, write_comparison
-    from g2rpo.saved import open_policy
+    from g2rpo.sample import SampleRequest, draw
 
-    request = SampleRequest(tuple(texts), num_images, steps, shift, seed, batch)
     asked: dict[str, Any] = {"precision": precision, "guidance": guidance, "resolution": resolution}
-    policy = open_policy(model, base=base, device=device, **asked)
-    images = _drawn(policy, request, model, folder)
-    if compare is not None:
-        # A fair pair: what was not asked for is as in the first model, which makes room before.
-        conditions = policy.conditions
-        del policy
-        policy = open_policy(compare, base=base, device=device, **conditions)
-        before = _drawn(policy, request, compare, folder / "compare")
-        print(write_comparison(folder, request, before, images, (compare, model)))
+    draw(
+        model,
+        SampleRequest(tuple(texts), num_images, steps, number, seed, batch),
+        folder,
+        pipeline=shift == "pipeline",
+        first_steps=first_steps,
+        then=then,
+        compare=compare,
+        open_with={"base": base, "device": device, **asked},
+    )
 
 
 @app.command()
@@ -219,8 +265,11 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder (its newest checkpoint), or one checkpoint in it.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export.")] = None,
     layout: Annotated[
-        Literal["auto", "diffusers", "lora"],
-        typer.Option(help="A whole FluxPipeline, or the adapters alone; auto = what the run trained."),
+        Literal["auto", "diffusers", "lora", "single_file", "comfyui"],
+        typer.Option(
+            help="A whole FluxPipeline, or the adapters alone; auto = what the run trained. single_file and "
+            "comfyui: the transformer, the adapters, in one file under the names of FLUX.1's own release."
+        ),
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="bfloat16 may round a short training away.")
@@ -243,100 +292,35 @@ def export(
 @app.command()
 def doctor(
     out: Annotated[Path, typer.Option(help="Where runs will go; its disk is looked at.")] = Path("runs"),
+    verify: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Instead: are this model's or LoRA's files right?"),
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Model that the weights of --verify belong to.")] = None,
 ) -> None:
     """Show what this machine has, and what is missing for which feature.
 
-    Exit code 1 where something is missing that every run needs.  Example: g2rpo doctor
-    """
-    from g2rpo.doctor import report
+    Exit code 1 where something is missing that every run needs.
 
-    findings = report(out)
+    \b
+    Examples:
+      g2rpo doctor
+      g2rpo doctor --verify tuned/lora.safetensors --base black-forest-labs/FLUX.1-dev
+    """
+    if base is not None and verify is None:
+        raise ValueError("--base says whose weights --verify PATH holds; give both, or neither")
+    if verify is not None:
+        quiet_other_packages()
+        from g2rpo.verify import verify as verify_weights
+
+        findings = verify_weights(verify, base)
+    else:
+        from g2rpo.doctor import report
+
+        findings = report(out)
     show(("", "status", "found", "advice"), [(r.name, r.status, r.found, r.advice) for r in findings])
     if any(row.status == "missing" for row in findings):
         raise typer.Exit(1)
-
-
-def recipe_and_overrides(recipe: str | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """The two as given, but for `train lr=1e-5`, where no recipe is named and the first word is an override.
-
-    An override's name holds no slash: `runs/lr=1e-5/config.toml` is a path.
-    """
-    name, equals, _ = (recipe or "").partition("=")
-    if recipe is not None and equals and "/" not in name:
-        return None, [recipe, *(overrides or [])]
-    return recipe, list(overrides or [])
-
-
-def folder_to_write(folder: Path, option: str) -> Path:
-    """`folder`, if it is one or can be made.
-
-    Raises:
-        ValueError: a file in its place or on its way, or no permission.
-    """
-    folder = folder.expanduser()
-    absolute = folder.absolute()
-    nearest = next(place for place in (absolute, *absolute.parents) if place.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{option} {folder}: {nearest} is a file; name a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: no permission to write in {nearest}; name another folder")
-    return folder
-
-
-def quiet_other_packages() -> None:
-    """Turns off what transformers and diffusers print while they load; errors, and downloads' bars, stay."""
-    # Read at their import; one that the user has set wins.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    import diffusers
-    import transformers
-    from huggingface_hub.utils import enable_progress_bars
-
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.disable_progress_bar()
-    enable_progress_bars()  # transformers turns the hub's off with its own; 24 GB should not come in silence
-
-
-def show(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on stdout. A first cell that repeats the one above stays empty; no markup, no `:emoji:`."""
-    table, above = Table(box=box.SIMPLE), ""
-    for place, head in enumerate(heads):
-        # Where it is narrow, the first and the last column wrap: names and numbers between stay whole.
-        table.add_column(head, overflow="fold", no_wrap=0 < place < len(heads) - 1)
-    for first, *others in rows:
-        table.add_row("" if first == above else first, *others)
-        above = first
-    Console(markup=False, emoji=False).print(table)
-
-
-def _texts(given: list[str], source: str | None) -> list[str]:
-    """Prompts of the command line, then those of the file."""
-    from g2rpo.prompts import MAX_CHARACTERS, read_prompts
-
-    texts = [text.strip() for text in given]
-    for text in texts:
-        if not 1 <= len(text) <= MAX_CHARACTERS:
-            raise ValueError(
-                f"--prompt: a prompt has 1 to {MAX_CHARACTERS} characters, this one has {len(text)}"
-                + (f": {text[:40]}…" if text else "")
-            )
-    if source is not None:
-        prompts, report = read_prompts(source)
-        print(report)
-        texts += [prompt.text for prompt in prompts]
-    if not texts:
-        raise ValueError("no prompts: give --prompt TEXT, or --prompts with a file or world:NAME")
-    return texts
-
-
-def _drawn(policy: "FluxPolicy", request: "SampleRequest", model: str, folder: Path) -> Any:
-    """Draws and writes the images of a request and says where they are."""
-    from g2rpo.sample import write_samples
-
-    images = request.images(policy)
-    *_, grid = write_samples(folder, images, request, {"model": model, **policy.conditions})
-    print(f"{len(images)} images by {model}: {folder / '0000.png'} …, together in {grid}")
-    return images
 
 
 def _scores(c: "Change") -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.distributed import barrier, rank
 from g2rpo.pictures import comparison, from_pil, to_pil
 from g2rpo.prompts import Prompt
 from g2rpo.watch import PictureSet, Watcher
@@ -69,11 +70,15 @@ class Comparison:
         for number, one in enumerate(self.sets):
             pictures = watcher.pictures(one)
             scores = {name: values.tolist() for name, values in watcher.scores(one, pictures).items()}
+            if rank():
+                continue
             record["sets"].append(asdict(one) | {"scores": scores})
             (out / RECORD).parent.joinpath(f"before_{number}").mkdir(parents=True, exist_ok=True)
             for i, image in enumerate(pictures):
                 to_pil(image).save(_picture(out, number, i))
-        (out / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        if rank() == 0:
+            (out / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        barrier()
 
     def resumed(self, out: Path) -> Comparison:
         """This comparison with the own prompts that the run in `out` began with: more iterations train more.
@@ -128,6 +133,8 @@ class Comparison:
             after.append(watcher.pictures(one))
             old = {name: torch.tensor(values) for name, values in kept["scores"].items()}
             changes += changes_of(one.title, old, watcher.scores(one, after[-1]), trained)
+        if rank():
+            return changes
         (out / "comparison.md").write_text(markdown(changes), encoding="utf-8")
         write_before_after(out / "before_after.png", self.sets, before, after)
         return changes

@@ -3,15 +3,16 @@
     RUN/checkpoints/step_000050/   .metadata, *.distcp (tensors, sharded as the run is), state.json (the rest)
     RUN/latest                     "step_000050": the newest whole checkpoint, replaced in one step
 
-A write that is killed leaves a `.tmp` folder, which the next write removes, and `latest` as it was.
+A write that is killed leaves a `.tmp` folder, which the next write removes, and `latest` as it was. The sizes
+of the files are noted, so that one that a full or broken disk tore is seen: then the newest whole one counts.
 Weights that no gradient trains (the base under adapters) are not stored: they come with the model.
 
 Optimizer settings are pickled by torch: load only checkpoints that you trust.
 """
 
 import json
+import logging
 import os
-import random
 import re
 import shutil
 import warnings
@@ -20,9 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -33,9 +32,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+
+from g2rpo.distributed import barrier, gathered, local, random_state, rank, set_random_state
 
 FOLDER = re.compile(r"step_(\d{6,})")
+FILES = "files"  # in state.json: the sizes of the files beside it
+LOG = logging.getLogger(__name__)
 HEADROOM_BYTES = 64 * 2**20
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 
@@ -72,18 +74,19 @@ def save_checkpoint(
     unfinished = checkpoints / f"{final.name}.tmp"
     tensors = {name: _tensors(value, state) for name, value in state.items() if _is_tensors(value)}
     rest = {name: _plain(name, value) for name, value in state.items() if not _is_tensors(value)}
-    rest = {"iteration": iteration, "random": _random_state(), **rest}
+    rest = {"iteration": iteration, "random": random_state(), **rest}
 
-    if _rank() == 0:
+    if rank() == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
         for leftover in checkpoints.glob("step_*.tmp"):
             shutil.rmtree(leftover)
-    _barrier()
+    barrier()
     _check_space(checkpoints, _bytes(tensors))
     with _single_process_is_meant():
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
-    if _rank() == 0:
-        _write_synced(unfinished / "state.json", json.dumps(rest, ensure_ascii=False))
+    if rank() == 0:
+        sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
+        _write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
         if final.exists():  # a run that went on from an earlier checkpoint comes by here again
             replaced = final.with_name(f"{final.name}.old.tmp")
             os.replace(final, replaced)
@@ -95,27 +98,52 @@ def save_checkpoint(
         os.replace(latest.with_name("latest.tmp"), latest)
         _sync_folder(Path(out))
         _prune(checkpoints, iteration, keep_last, keep_every)
-    _barrier()
+    barrier()
     return final
 
 
 def latest_checkpoint(out: str | Path) -> Path | None:
     """The newest whole checkpoint of a run folder, or None where there is none yet.
 
+    Where the one that `latest` names is damaged, the newest whole one before it, with a warning in the log.
+
     Raises:
-        ValueError: `latest` names a checkpoint that is not there.
+        ValueError: the checkpoint that `latest` names is damaged, and none before it is whole.
     """
     latest = Path(out) / "latest"
     if not latest.exists():
         return None
     name = latest.read_text(encoding="utf-8").strip()
     path = Path(out) / "checkpoints" / name
-    if not FOLDER.fullmatch(name) or not (path / "state.json").is_file():
-        there = ", ".join(found.name for _, found in _whole(path.parent)) or "none"
-        raise ValueError(
-            f"{latest} names {name!r}, which is no checkpoint; there are: {there}. Write one of them in"
-        )
-    return path
+    problem = damage(path)
+    if not problem:
+        return path
+    newest = int(match[1]) if (match := FOLDER.fullmatch(name)) else None
+    for step, found in reversed(_named(path.parent)):
+        if (newest is None or step < newest) and not damage(found):
+            LOG.warning("%s names %s: %s; going on from %s", latest, name, problem, found.name)
+            return found
+    raise ValueError(
+        f"{latest} names {name!r}: {problem}, and there is no whole checkpoint before it; restore the files, "
+        f"or remove {latest} and {path.parent} to start anew"
+    )
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint's files, in words; empty for a whole one. Reads sizes, not contents."""
+    if not FOLDER.fullmatch(path.name) or not path.is_dir():
+        return "no such checkpoint"
+    try:
+        sizes = read_state(path).get(FILES, {})
+    except ValueError as error:
+        return str(error)
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (there := file.stat().st_size) != size:
+            return f"{name} has {there} of its {size} bytes"
+    return "" if (path / ".metadata").is_file() else ".metadata is missing"
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -127,7 +155,10 @@ def read_state(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "state.json"
     if not file.is_file():
         raise ValueError(f"{path} is not a checkpoint: it holds no state.json")
-    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
     return state
 
 
@@ -164,7 +195,7 @@ def load_checkpoint(
                 raise ValueError(f"{path} holds no {name}; it holds {', '.join(rest)}")
             value.load_state_dict(rest[name])
     if restore_random:
-        _set_random_state(rest["random"])
+        set_random_state(rest["random"])
     return rest
 
 
@@ -238,17 +269,14 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Tensor]:
 
 def _bytes(tensors: Mapping[str, Any]) -> int:
     # A shard of an FSDP parameter counts with what this process holds of it.
-    local = (value.to_local() if isinstance(value, DTensor) else value for value in _flat(tensors).values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    held = (local(value) for value in _flat(tensors).values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:
     """Every rank sums what all will write, so that all of them raise or none does."""
-    needed, free = bytes_here, shutil.disk_usage(folder).free
-    if dist.is_initialized():
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (needed, free))
-        needed, free = sum(part[0] for part in parts), min(part[1] for part in parts)
+    parts = gathered((bytes_here, shutil.disk_usage(folder).free))
+    needed, free = sum(part[0] for part in parts), min(part[1] for part in parts)
     if free < needed + HEADROOM_BYTES:
         raise ValueError(
             f"a checkpoint needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; "
@@ -256,49 +284,20 @@ def _check_space(folder: Path, bytes_here: int) -> None:
         )
 
 
-def _whole(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Whole checkpoints, oldest first: a name without .tmp was given when all was written."""
+def _named(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Checkpoints, oldest first: a name without .tmp was given when all was written."""
     found = [(FOLDER.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> None:
-    steps = [(step, path) for step, path in _whole(checkpoints) if step <= newest]
+    steps = [(step, path) for step, path in _named(checkpoints) if step <= newest]
     for step, path in steps[:-keep_last]:
         if not keep_every or step % keep_every:
             # Renamed first: a removal that is killed half-way must not look like a checkpoint.
             removed = path.with_name(f"{path.name}.old.tmp")
             os.replace(path, removed)
             shutil.rmtree(removed)
-
-
-def _random_state() -> dict[str, Any]:
-    # The run's own noise is keyed and needs none of this; a reward or a model's dropout may draw from them.
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"cpu": _to_hex(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
-    kind, words, *rest = np.random.get_state(legacy=True)
-    state["numpy"] = [kind, [int(word) for word in words], *rest]
-    if torch.cuda.is_available():
-        state["cuda"] = _to_hex(torch.cuda.get_rng_state())
-    return state
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(_from_hex(state["cpu"]))
-    if "numpy" in state:  # a checkpoint of an earlier version has none
-        np.random.set_state(tuple(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
-
-
-def _to_hex(tensor: Tensor) -> str:
-    return bytes(tensor.tolist()).hex()
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 @contextmanager
@@ -309,15 +308,6 @@ def _single_process_is_meant() -> Iterator[None]:
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
         yield
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -5,7 +5,8 @@
 
 A key is sha256(identity, prompt); the identity covers the encoders' files, dtype and token length, so a
 changed encoder finds nothing and encodes anew. Shards appear whole (rename) and are their own index:
-an interrupted run goes on where it stopped, and processes may share a folder.
+an interrupted run goes on where it stopped, and processes may share a folder. Slow encoders write a shard
+every few seconds, so that no more than those are lost.
 
 Rows are stored padded. FLUX attends to T5's padding, and the encoder's output there depends on the whole
 prompt, so it cannot be restored from the unpadded part; equal bits matter more than disk. A row takes
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -27,12 +29,14 @@ import torch
 from g2rpo.policy import Conditioning
 
 SHARD_PROMPTS = 64
+SHARD_SECONDS = 5.0
 
 
 class Encoder(Protocol):
     """What the cache needs of a policy."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def encoder_identity(self) -> str: ...
@@ -60,7 +64,7 @@ class EmbeddingCache:
             progress: called with (encoded, missing) after each shard that is written.
 
         Raises:
-            ValueError: no prompts, no space left, or a damaged shard.
+            ValueError: no prompts, no space for them, or a damaged shard.
         """
         if not prompts:
             raise ValueError("no prompts to embed; give at least one")
@@ -74,10 +78,19 @@ class EmbeddingCache:
     ) -> int:
         """Encodes and writes what is missing of `prompts`; returns how many that were."""
         missing = self.missing(policy, prompts)
-        for start in range(0, len(missing), SHARD_PROMPTS):
-            self._write(policy, missing[start : start + SHARD_PROMPTS])
-            if progress is not None:
-                progress(min(start + SHARD_PROMPTS, len(missing)), len(missing))
+        rows: list[Conditioning] = []
+        written, began = 0, time.monotonic()
+        for prompt in missing:
+            rows.append(policy.encode([prompt]).to("cpu"))
+            if written == 0 and len(rows) == 1:
+                self._check_space(policy, rows[0], len(missing))
+            done = written + len(rows)
+            late = time.monotonic() - began > SHARD_SECONDS
+            if len(rows) == SHARD_PROMPTS or late or done == len(missing):
+                self._write(policy, missing[written:done], Conditioning.cat(rows))
+                rows, written, began = [], done, time.monotonic()
+                if progress is not None:
+                    progress(done, len(missing))
         return len(missing)
 
     def missing(self, policy: Encoder, prompts: Sequence[str]) -> list[str]:
@@ -91,6 +104,12 @@ class EmbeddingCache:
         own = self._encoder_folder(policy.encoder_identity)
         return sorted(p.parent for p in self.folder.glob("*/identity.txt") if p.parent != own)
 
+    def held(self, policy: Encoder) -> tuple[Path, int, int]:
+        """Where this encoder's embeddings lie, how many there are, and their bytes on disk."""
+        folder = self._encoder_folder(policy.encoder_identity)
+        size = sum(shard.stat().st_size for shard in folder.glob("*.safetensors"))
+        return folder, len(self._open(policy.encoder_identity)), size
+
     def _encoder_folder(self, identity: str) -> Path:
         return self.folder / hashlib.sha256(identity.encode()).hexdigest()[:16]
 
@@ -103,28 +122,34 @@ class EmbeddingCache:
             self._index[identity] = index
         return self._index[identity]
 
-    def _write(self, policy: Encoder, prompts: list[str]) -> None:
-        from safetensors.torch import save_file
-
-        identity = policy.encoder_identity
-        keys = [_key(identity, prompt) for prompt in prompts]
-        rows = policy.encode(prompts).to("cpu")
-        folder = self._encoder_folder(identity)
+    def _check_space(self, policy: Encoder, row: Conditioning, count: int) -> None:
+        folder = self._encoder_folder(policy.encoder_identity)
         folder.mkdir(parents=True, exist_ok=True)
-        needed = rows.text.nbytes + rows.pooled.nbytes
+        needed = count * (row.text.nbytes + row.pooled.nbytes)
         free = shutil.disk_usage(folder).free
-        if free < 2 * needed:
+        if free < needed:
             raise ValueError(
                 f"{needed / 2**20:.0f} MiB of embeddings do not fit on {folder}, which has "
                 f"{free / 2**20:.0f} MiB free; free some, or choose another cache folder"
             )
+
+    def _write(self, policy: Encoder, prompts: list[str], rows: Conditioning) -> None:
+        from safetensors.torch import save_file
+
+        self._check_space(policy, rows, 1)  # others fill the disk too
+        identity = policy.encoder_identity
+        keys = [_key(identity, prompt) for prompt in prompts]
+        folder = self._encoder_folder(identity)
         (folder / "identity.txt").write_text(identity + "\n", encoding="utf-8")
         # Two processes that encode the same prompts write the same content under the same name.
         shard = folder / f"{hashlib.sha256(''.join(keys).encode()).hexdigest()[:32]}.safetensors"
         unfinished = shard.with_suffix(f".{os.getpid()}.tmp")
         tensors = {"text": rows.text.contiguous(), "pooled": rows.pooled.contiguous()}
-        save_file(tensors, unfinished, metadata={"keys": json.dumps(keys)})
-        os.replace(unfinished, shard)
+        try:
+            save_file(tensors, unfinished, metadata={"keys": json.dumps(keys)})
+            os.replace(unfinished, shard)
+        finally:
+            unfinished.unlink(missing_ok=True)  # of an interrupted write
         self._index[identity] |= {key: (shard, row) for row, key in enumerate(keys)}
 
 

@@ -25,6 +25,7 @@ from g2rpo.noise import group_noise
 from g2rpo.plans import Plan
 from g2rpo.policy import Conditioning, Policy
 from g2rpo.sde import dpm2m_step, transition, transition_log_prob
+from g2rpo.stopwatch import Stopwatch
 from g2rpo.tree import make_tree
 
 Key = tuple[int, int, int]
@@ -39,6 +40,7 @@ class Samples:
         keys: (seed, iteration, index in the stream) of each prompt.
         x: [K, P, G or 1, L, C], float32, the state before each noisy step; 1 where it is the anchor's.
         x_next: [K, P, G, L, C], the state after it.
+        velocity: [K, P, 1, L, C], the anchor's at x, or None where x is not the anchor's.
         log_prob: [K, P, G], of that step under the policy's velocity.
         latents: [distinct images, P, G, L, C], clean.
         anchor_latents: [P, L, C], clean, or None where the anchor was not walked to its image.
@@ -50,6 +52,7 @@ class Samples:
     keys: tuple[Key, ...]
     x: Tensor
     x_next: Tensor
+    velocity: Tensor | None
     log_prob: Tensor
     latents: Tensor
     anchor_latents: Tensor | None
@@ -117,6 +120,7 @@ def sample(
     prompt_indices: Sequence[int],
     rollout_batch: int = 24,
     noise: str = "independent",
+    stopwatch: Stopwatch | None = None,
 ) -> Samples:
     """Everything that the policy makes for a plan: P prompts, G members each.
 
@@ -127,6 +131,7 @@ def sample(
         seed, iteration, prompt_indices: keys of the noise; the index of each prompt in its stream.
         rollout_batch: most samples in one forward.
         noise: how the members' noise depends on each other's, see `noise.group_noise`.
+        stopwatch: gets the laps "anchor" and "tails" (with the noisy steps of a path).
     """
     if len(cond) != len(prompt_indices) or not prompt_indices:
         raise ValueError(f"{len(cond)} rows of conditioning for {len(prompt_indices)} prompts; give one each")
@@ -142,7 +147,13 @@ def sample(
         ]
     ).unflatten(0, (len(plan.noise_steps), len(keys)))
     anchor = walk_anchor(forwards, plan, levels, _on(policy.device, start))
-    return grow(forwards, plan, levels, anchor, _on(policy.device, drawn), keys, diffusion=diffusion, eta=eta)
+    if stopwatch is not None:
+        stopwatch.lap("anchor")
+    noise_here = _on(policy.device, drawn)
+    samples = grow(forwards, plan, levels, anchor, noise_here, keys, diffusion=diffusion, eta=eta)
+    if stopwatch is not None:
+        stopwatch.lap("tails")
+    return samples
 
 
 @torch.no_grad()
@@ -227,12 +238,17 @@ def grow(
     def stacked(rows: list[Tensor | None]) -> Tensor:
         return torch.stack([row for row in rows if row is not None]).unflatten(1, (num_prompts, group_size))
 
-    shared = [anchor.states[step][:, None] for step in plan.noise_steps] if plan.shares_states else None
+    shared: Tensor | None = None
+    at_anchor: Tensor | None = None
+    if plan.shares_states:
+        shared = torch.stack([anchor.states[step][:, None] for step in plan.noise_steps])
+        at_anchor = torch.stack([anchor.velocities[step][:, None] for step in plan.noise_steps])
     return Samples(
         plan=plan,
         keys=keys,
-        x=stacked(before) if shared is None else torch.stack(shared),
+        x=stacked(before) if shared is None else shared,
         x_next=stacked(after),
+        velocity=at_anchor,
         log_prob=stacked(log_probs),
         latents=stacked(images),
         anchor_latents=anchor.latents,

@@ -2,6 +2,8 @@
 
     diffusers   FluxPipeline.from_pretrained(FOLDER): the tuned transformer, the base's other parts
     lora        pipeline.load_lora_weights(FOLDER): the adapters alone
+    single_file the tuned transformer in one file, in the names of FLUX.1's own release
+    comfyui     the adapters in one file, in those names
 
 Each with README.md (a model card: settings, rewards, metrics, the base's licence) and g2rpo.json, from
 which `g2rpo sample FOLDER` takes the base model and the conditions of the run (saved.CONDITIONS).
@@ -15,7 +17,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,12 +25,18 @@ from torch import Tensor
 from g2rpo.metrics import read_metrics
 from g2rpo.models.files import PARTS
 from g2rpo.models.flux import FluxPolicy
+from g2rpo.models.layout import to_original
+from g2rpo.models.lora_layout import lora_to_comfyui
 from g2rpo.models.tiny import is_tiny
-from g2rpo.models.weights import LORA_FILE
+from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, SINGLE_FILE
 from g2rpo.saved import EXPORT_FILE, open_run
 from g2rpo.settings import Settings
 
-Kind = Literal["auto", "diffusers", "lora"]
+Kind = Literal["auto", "diffusers", "lora", "single_file", "comfyui"]
+ADAPTERS = ("lora", "comfyui")
+"""Kinds that hold adapters alone."""
+
+FLUX_WIDTH = 3072
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -42,14 +50,16 @@ def export_run(
     """Exports a run's newest checkpoint, or one checkpoint of it, to `out` (None: RUN/export).
 
     Args:
-        kind: "diffusers", "lora", or "auto": lora for runs that trained adapters.
+        kind: one of `Kind`; "auto" is lora for runs that trained adapters, else diffusers.
         dtype: of the written weights. bfloat16 halves the size; it rounds weights to 8 bits, which can be
             as much as a short training changed them.
 
     Raises:
-        ValueError: no checkpoint, an `out` that holds something else, or a kind that the run does not have.
+        ValueError: no checkpoint, an `out` that holds something else or cannot be written, or a kind that the
+            run does not have.
     """
-    policy, settings, state = open_run(run, device="cpu", precision="float32")
+    # A base stored in 8 bits was the run's; adapters and merged weights go out on the base itself.
+    policy, settings, state = open_run(run, device="cpu", precision="float32", base_dtype="compute")
     folder = Path(run) if (Path(run) / "config.toml").is_file() else Path(run).parent.parent
     metrics_file = folder / "metrics.jsonl"
     metrics = read_metrics(metrics_file) if metrics_file.is_file() else []
@@ -86,23 +96,27 @@ def export_policy(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
-    if kind not in ("auto", "diffusers", "lora"):
-        raise ValueError(f"kind={kind!r}: choose auto, diffusers or lora")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r}: choose one of {', '.join(get_args(Kind))}")
     adapters = bool(getattr(policy.module, "peft_config", None))
-    if kind == "lora" and not adapters:
+    if kind in ADAPTERS and not adapters:
         raise ValueError(
-            "this run trained all weights (lora_rank=0), so there is no LoRA; the layout to take is diffusers"
+            "this run trained all weights (lora_rank=0), so there is no LoRA; take the layout diffusers or "
+            "single_file"
         )
+    if kind == "auto":
+        kind = "lora" if adapters else "diffusers"
     if out.exists() and not (out / EXPORT_FILE).is_file():
         raise ValueError(f"{out} exists and is no export of g2rpo; choose another folder")
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    as_lora = adapters if kind == "auto" else kind == "lora"
-    if as_lora:
-        _write_lora(policy, unfinished, DTYPES[dtype])
-    else:
-        _write_pipeline(policy, unfinished, DTYPES[dtype])
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {out.parent} ({error.strerror}); give another folder: --out FOLDER"
+        ) from error
+    _WRITERS[kind](policy, unfinished, DTYPES[dtype])
     record = {
         "base_model": settings.model,
         "guidance": policy.guidance,
@@ -111,7 +125,7 @@ def export_policy(
         "settings": settings.resolved().model_dump(mode="json"),
     }
     (unfinished / EXPORT_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-    card = model_card(settings, metrics, iteration, policy=policy, as_lora=as_lora)
+    card = model_card(settings, metrics, iteration, policy=policy, kind=kind)
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     for licence in policy.folder.glob("LICENSE*"):
         shutil.copyfile(licence, unfinished / licence.name)
@@ -121,19 +135,23 @@ def export_policy(
     return out
 
 
-def merged_state(module: Any) -> dict[str, Tensor]:
-    """The transformer's weights under their plain names, in float32 on the CPU, adapters added in."""
+def merged_state(module: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The transformer's weights under their plain names, on the CPU, adapters added in.
+
+    Added in float32; each is `dtype` before the next is taken up.
+    """
     layers = {name: layer for name, layer in module.named_modules() if hasattr(layer, "get_delta_weight")}
     merged: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         if ".lora_" in name:
             continue
-        weight = value.detach().float().cpu()
+        weight = value.detach().cpu()
         owner, is_base, rest = name.partition(".base_layer.")
         if is_base and rest == "weight":
+            weight = weight.float()
             for adapter in layers[owner].active_adapters:
                 weight = weight + layers[owner].get_delta_weight(adapter).detach().float().cpu()
-        merged[name.replace(".base_layer.", ".")] = weight
+        merged[name.replace(".base_layer.", ".")] = weight.to(dtype)
     return merged
 
 
@@ -143,8 +161,7 @@ def _write_pipeline(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
     # Without storage of its own: the weights assigned below are the only copy.
     with torch.device("meta"):
         transformer = FluxTransformer2DModel.from_config(policy.module.config)
-    state = {name: value.to(dtype) for name, value in merged_state(policy.module).items()}
-    transformer.load_state_dict(state, assign=True)
+    transformer.load_state_dict(merged_state(policy.module, dtype), assign=True)
     transformer.save_pretrained(out / "transformer")
     # copytree follows the hub cache's links, so the export stands alone.
     for part in PARTS:
@@ -168,13 +185,44 @@ def _write_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
     )
 
 
+def _write_single_file(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import save_file
+
+    state = to_original(merged_state(policy.module, dtype), policy.module.config)
+    # Contiguous: of what is swapped or sliced, safetensors takes no views.
+    save_file({key: value.contiguous() for key, value in state.items()}, out / SINGLE_FILE, {"format": "pt"})
+
+
+def _write_comfyui_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    state = get_peft_model_state_dict(policy.module, adapter_name="default")
+    scales = {
+        name: float(layer.scaling["default"])
+        for name, layer in policy.module.named_modules()
+        if "default" in getattr(layer, "scaling", {})
+    }
+    state = {name: value.detach().cpu().to(dtype) for name, value in state.items()}
+    layers = lora_to_comfyui(state, policy.module.config, scales)
+    save_file({key: v.contiguous() for key, v in layers.items()}, out / COMFYUI_LORA_FILE, {"format": "pt"})
+
+
+_WRITERS = {
+    "diffusers": _write_pipeline,
+    "lora": _write_lora,
+    "single_file": _write_single_file,
+    "comfyui": _write_comfyui_lora,
+}
+
+
 def model_card(
     settings: Settings,
     metrics: Sequence[Mapping[str, Any]],
     iteration: int,
     *,
     policy: FluxPolicy,
-    as_lora: bool,
+    kind: Kind,
 ) -> str:
     """README.md of an export: what it is, how to load it, how it was trained, what it scores, its licence."""
     licence = base_licence(policy.folder)
@@ -183,16 +231,8 @@ def model_card(
     head = ["library_name: diffusers", "pipeline_tag: text-to-image"]
     head += [] if embedded or Path(settings.model).exists() else [f"base_model: {settings.model}"]
     head += [f"{key}: {value}" for key, value in licence.items()]
-    head += ["tags:", "- g2rpo", "- reinforcement-learning", *(["- lora"] if as_lora else [])]
+    head += ["tags:", "- g2rpo", "- reinforcement-learning", *(["- lora"] if kind in ADAPTERS else [])]
     rewards = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())
-    side, tokens = policy.resolution, policy.text.max_sequence_length
-    call = f"guidance_scale={policy.guidance:g}, height={side}, width={side}, max_sequence_length={tokens}"
-    base_place = "tiny_folder()[0]" if embedded else f'"{settings.model}"'
-    load = (
-        f'pipeline = FluxPipeline.from_pretrained({base_place})\npipeline.load_lora_weights("THIS FOLDER")'
-        if as_lora
-        else 'pipeline = FluxPipeline.from_pretrained("THIS FOLDER")'
-    )
     terms = licence.get("license_name") or licence.get("license")
     lines = [
         "---",
@@ -203,13 +243,7 @@ def model_card(
         "",
         f"{base}, trained for {iteration} iterations with {settings.algorithm} (g2rpo) on: {rewards}.",
         "",
-        "```python",
-        "from diffusers import FluxPipeline",
-        *(["from g2rpo.models.tiny import tiny_folder"] if embedded and as_lora else []),
-        "",
-        load,
-        f'image = pipeline("…", {call}).images[0]',
-        "```",
+        *_loading(settings, policy, kind),
         "",
         "## Metrics",
         "",
@@ -229,6 +263,55 @@ def model_card(
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _loading(settings: Settings, policy: FluxPolicy, kind: Kind) -> list[str]:
+    """How other programs load this export, as Markdown."""
+    embedded, config = is_tiny(settings.model), policy.module.config
+    width = config.num_attention_heads * config.attention_head_dim
+    file = COMFYUI_LORA_FILE if kind == "comfyui" else SINGLE_FILE
+    if kind in ("comfyui", "single_file") and width != FLUX_WIDTH:
+        return [
+            f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's is "
+            f"{width}, so this reads it:",
+            "",
+            "```sh",
+            f'g2rpo sample "THIS FOLDER/{file}" --base {settings.model} --prompt "…"',
+            "```",
+        ]
+    base = "tiny_folder()[0]" if embedded else f'"{settings.model}"'
+    imports = ["from diffusers import FluxPipeline"]
+    if embedded and kind == "lora":
+        imports.append("from g2rpo.models.tiny import tiny_folder")
+    if kind == "diffusers":
+        load = ['pipeline = FluxPipeline.from_pretrained("THIS FOLDER")']
+    elif kind == "single_file":
+        imports = ["from diffusers import FluxPipeline, FluxTransformer2DModel"]
+        load = [
+            "transformer = FluxTransformer2DModel.from_single_file(",
+            f'    "THIS FOLDER/{file}", config={base}, subfolder="transformer"',
+            ")",
+            f"pipeline = FluxPipeline.from_pretrained({base}, transformer=transformer)",
+        ]
+    else:
+        name = f', weight_name="{file}"' if kind == "comfyui" else ""
+        load = [
+            f"pipeline = FluxPipeline.from_pretrained({base})",
+            f'pipeline.load_lora_weights("THIS FOLDER"{name})',
+        ]
+    side, tokens = policy.resolution, policy.text.max_sequence_length
+    call = f"guidance_scale={policy.guidance:g}, height={side}, width={side}, max_sequence_length={tokens}"
+    if policy.true_cfg != 1:
+        call += f', true_cfg_scale={policy.true_cfg:g}, negative_prompt=""'
+    lines = ["```python", *imports, "", *load, f'image = pipeline("…", {call}).images[0]', "```"]
+    if kind == "single_file":
+        lines += [
+            "",
+            f"ComfyUI: {file} goes into models/diffusion_models, for the node Load Diffusion Model.",
+        ]
+    if kind == "comfyui":
+        lines += ["", f"ComfyUI: {file} goes into models/loras, for the node Load LoRA (Model Only)."]
+    return lines
 
 
 def base_licence(folder: Path) -> dict[str, str]:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+from g2rpo.distributed import any_process, world_size
+
+T = TypeVar("T")
 
 
 class Interrupt:
-    """Has SIGINT or SIGTERM come? Outside an update it raises at once, inside it waits for its end."""
+    """Has SIGINT or SIGTERM come? Outside an update it raises at once, inside it waits for its end.
 
-    def __init__(self) -> None:
+    Of several processes none may leave alone what all do together: there it waits everywhere (`waits`) but in
+    work that a process does by itself (`immediate`). A second signal raises at once in any case.
+    """
+
+    def __init__(self, waits: bool = False) -> None:
         self.asked = False
-        self._waits = False
+        self._waits = waits
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         again, self.asked = self.asked, True
@@ -23,17 +32,34 @@ class Interrupt:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        self._waits = True
+        before, self._waits = self._waits, True
         try:
             yield
         finally:
-            self._waits = False
+            self._waits = before
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Work without communication that a signal may cut off on any process; then all of them raise."""
+        result: list[T] = []
+        before, self._waits = self._waits, False
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            result.append(work())
+        except KeyboardInterrupt:
+            self.asked = True
+        finally:
+            self._waits = before
+        with self.deferred():
+            if any_process(not result):
+                raise KeyboardInterrupt
+        return result[0]
 
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
     """Take over SIGINT and SIGTERM for the run, where that is possible (the main thread)."""
-    interrupt = Interrupt()
+    interrupt = Interrupt(waits=world_size() > 1)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return

@@ -17,12 +17,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from g2rpo.distributed import rank
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 class MetricsWriter:
-    """Appends to OUT/metrics.jsonl and, if wanted, to TensorBoard events in OUT."""
+    """Appends to OUT/metrics.jsonl and, if wanted, to TensorBoard events in OUT.
+
+    Of several processes, one writes.
+    """
 
     def __init__(self, out: str | Path, *, resumed_step: int | None = None, tensorboard: bool = True) -> None:
         """Opens the files.
@@ -37,15 +42,18 @@ class MetricsWriter:
             ValueError: lines of an earlier run where a new one starts, or a broken line among them.
         """
         self._out = Path(out)
-        self._out.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = None
+        self._events: SummaryWriter | None = None
         self.path = self._out / "metrics.jsonl"
+        if rank():
+            return
+        self._out.mkdir(parents=True, exist_ok=True)
         if resumed_step is not None:
             truncate_metrics(self.path, resumed_step)
         elif self.path.exists() and self.path.stat().st_size:
             raise ValueError(f"{self.path} holds an earlier run; resume it, or give another out=FOLDER")
         # Line-buffered: what a killed run had measured is in the file.
-        self._file: TextIO = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._events: SummaryWriter | None = None
+        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         if tensorboard:
             from torch.utils import tensorboard as events
 
@@ -61,7 +69,8 @@ class MetricsWriter:
         if "step" not in metrics:
             raise ValueError(f"a line of metrics needs its step, got only {', '.join(metrics)}")
         line = {name: _finite(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         if self._events is not None:
             for name, value in metrics.items():
                 if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
@@ -74,7 +83,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Writes what is buffered and closes the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._events is not None:
             self._events.close()
 
@@ -140,7 +150,7 @@ class Progress:
     def __init__(self, iterations: int, done: int = 0, *, console: Console | None = None) -> None:
         """`iterations` of the whole run, of which `done` are behind."""
         self._iterations = iterations
-        self._console = console or Console()
+        self._console = console or Console(quiet=rank() > 0)
         self._started = time.monotonic()
         self._done_before = done
         self._nfe = 0

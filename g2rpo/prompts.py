@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ TEXT_KEYS = ("prompt", "caption", "text")
 SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = tuple[str, Any, dict[str, Any]]  # where it stands ("line 3"), its text, everything else it carries
+EMPTY_LINE = object()  # in place of a text: a line of nothing, which is counted; an empty text is an error
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class ReadReport:
     empty_lines: int = 0
     duplicates: list[str] = field(default_factory=list)
     """Where each repeated prompt stands; the first of its kind is kept."""
+
+    @property
+    def read(self) -> int:
+        """Prompts that the source holds, repeats and all."""
+        return self.kept + len(self.duplicates)
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {self.kept} prompts"]
@@ -92,7 +99,7 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
     duplicates: list[str] = []
     empty_lines = 0
     for place, text, metadata in _records(source):
-        if text == "" and not metadata and Path(source).suffix.lower() == ".txt":
+        if text is EMPTY_LINE:
             empty_lines += 1
             continue
         text = _checked(text, f"{source}, {place}")
@@ -132,17 +139,18 @@ def _records(source: str) -> Iterator[Record]:
         yield from _from_parquet(path)
         return
     text = _decoded(path)
-    # Only \n ends a line: str.splitlines also cuts at form feeds and U+2028, which prompts do contain.
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    if suffix == ".txt":
+    if suffix in (".txt", ".jsonl"):
+        # Only \n ends a line: str.splitlines also cuts at form feeds and U+2028, which prompts do contain.
+        lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         for i, line in enumerate(lines[:-1] if lines[-1] == "" else lines):
-            yield f"line {i + 1}", line.strip(), {}
-    elif suffix == ".jsonl":
-        for i, line in enumerate(lines):
-            if line.strip():
-                yield _from_json(
-                    _parsed_json(line, f"{path}, line {i + 1}"), f"{path}, line {i + 1}", f"line {i + 1}"
-                )
+            place = f"line {i + 1}"
+            if not line.strip():
+                yield place, EMPTY_LINE, {}
+            elif suffix == ".txt":
+                yield place, line, {}
+            else:
+                where = f"{path}, {place}"
+                yield _from_json(_parsed_json(line, where), where, place)
     elif suffix == ".json":
         yield from _from_json_file(_parsed_json(text, str(path)), path)
     else:
@@ -201,19 +209,26 @@ def _from_json_file(value: Any, path: Path) -> Iterator[Record]:
 
 
 def _from_csv(text: str, path: Path, delimiter: str) -> Iterator[Record]:
-    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    # Not DictReader, which passes over empty lines without a word.
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    ended = 0  # where a broken row begins: line_num is the end of the last whole one
     try:
-        key = _text_key(rows.fieldnames or [], f"{path}, line 1 (the header)")
-        for row in rows:
-            place = f"line {rows.line_num}"
-            if None in row:
+        header = next(rows, [])
+        ended = rows.line_num
+        key = _text_key(header, f"{path}, line 1 (the header)")
+        for cells in rows:
+            ended, place = rows.line_num, f"line {rows.line_num}"
+            if not cells:
+                yield place, EMPTY_LINE, {}
+                continue
+            if len(cells) > len(header):
                 raise ValueError(
                     f"{path}, {place}: more cells than the header has; quote a prompt that holds commas"
                 )
-            yield place, row.pop(key), dict(row)
+            row: dict[str, Any] = dict(zip_longest(header, cells))  # a short row lacks its last cells
+            yield place, row.pop(key), row
     except csv.Error as error:
-        # Where the broken row begins: line_num is the end of the last whole one.
-        raise ValueError(f"{path}, line {rows.line_num + 1}: {error}") from error
+        raise ValueError(f"{path}, line {ended + 1}: {error}") from error
 
 
 def _from_parquet(path: Path) -> Iterator[Record]:

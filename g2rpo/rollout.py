@@ -10,7 +10,7 @@ Axes: R reward, K noisy step, J granularity, G member, L tokens, C channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from g2rpo.explore import Samples
 from g2rpo.plans import Plan
 from g2rpo.policy import Policy
 from g2rpo.rewards import Metadata, Reward
+from g2rpo.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Rollout:
         drawn: [K, G], the policy's part of that: the step's states and pictures are numbers.
         nfe: counted forwards of this group: anchor, sde, tails, total.
         prompt: its index in the stream of prompts.
+        velocity: [K, 1, L, C], the rollout's at x, or None where x is not the group's anchor.
         images: [branches][J], which of the member's distinct images each tail ends at.
         pictures: [distinct images, G, 3, H, W], uint8 on the CPU, if kept.
         anchor_rewards: [R] of the anchor's image, or None where it was not walked to the end.
@@ -54,9 +56,20 @@ class Rollout:
     nfe: dict[str, int]
     prompt: int
     images: tuple[tuple[int, ...], ...]
+    velocity: Tensor | None = None
     pictures: Tensor | None = None
     anchor_rewards: Tensor | None = None
     anchor_picture: Tensor | None = None
+
+    def judged(self) -> Rollout:
+        """What other processes need of it, on the CPU: rewards and what is valid; no states or pictures."""
+        none = self.x.new_zeros(0).cpu()
+        kept = {name: getattr(self, name).cpu() for name in ("step", "rewards", "valid", "drawn")}
+        anchor = None if self.anchor_rewards is None else self.anchor_rewards.cpu()
+        return replace(
+            self, x=none, x_next=none, log_prob=none, train_mask=none, velocity=None, pictures=None,
+            anchor_picture=None, anchor_rewards=anchor, **kept,
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -69,6 +82,7 @@ def score(
     *,
     decode_batch: int = 24,
     keep_pictures: bool = False,
+    stopwatch: Stopwatch | None = None,
 ) -> list[Rollout]:
     """Judge every distinct image once and hand out the groups.
 
@@ -77,6 +91,7 @@ def score(
         prompts, metadata: one per group.
         decode_batch: images decoded and judged at once.
         keep_pictures: also return the pictures.
+        stopwatch: gets the laps "decode" and "reward".
     """
     plan = samples.plan
     _, num_prompts, group_size = samples.log_prob.shape
@@ -95,6 +110,8 @@ def score(
         batch = slice(low, low + decode_batch)
         pixels, usable = _decode(policy, latents[batch])
         whole.append(usable)
+        if stopwatch is not None:
+            stopwatch.lap("decode")
         whose = owners[batch]
         answers = []
         for name, reward in rewards.items():
@@ -106,6 +123,8 @@ def score(
                 )
             answers.append(answer.to(policy.device, torch.float32).masked_fill(~usable, torch.nan))
         scores.append(torch.stack(answers))
+        if stopwatch is not None:
+            stopwatch.lap("reward")
         if keep_pictures:
             pictures.append((pixels * 255).round().to(torch.uint8).cpu())
 
@@ -139,6 +158,7 @@ def score(
             nfe={part: count // num_prompts for part, count in samples.nfe.items()},
             prompt=key[-1],
             images=samples.images,
+            velocity=None if samples.velocity is None else samples.velocity[:, p],
             pictures=None if tree_shots is None else tree_shots[:, p],
             anchor_rewards=judged[:, num_tree + p] if has_anchor else None,
             anchor_picture=shots[num_tree + p] if has_anchor and shots is not None else None,

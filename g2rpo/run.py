@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from g2rpo.before_after import Change
+from g2rpo.checkpoint import latest_checkpoint, read_state
+from g2rpo.config import check_same_run, read_settings
+from g2rpo.distributed import world_size
 from g2rpo.metrics import read_metrics
+from g2rpo.options import make_algorithm
+from g2rpo.policy import Policy
+from g2rpo.settings import Settings
+
+
+def checkpoint_to_resume(settings: Settings) -> Path | None:
+    """The run folder's newest checkpoint, if these settings go on from it. Before any model is loaded.
+
+    Raises:
+        ValueError: a run of other settings, one that is further already, or none where one must be.
+    """
+    out = Path(settings.out).expanduser()
+    begun = (out / "config.toml").is_file()
+    checkpoint = latest_checkpoint(out)
+    if settings.resume == "never" and (begun or checkpoint is not None):
+        raise ValueError(f"{out} holds a run and resume='never'; give another out=FOLDER")
+    if settings.resume == "latest" and checkpoint is None:
+        raise ValueError(f"resume='latest', but {out} holds no checkpoint; drop it to start a run")
+    if begun or checkpoint is not None:
+        check_same_run(read_settings(out), settings)
+    if checkpoint is not None and (done := read_state(checkpoint)["iteration"]) > settings.iterations:
+        raise ValueError(
+            f"iterations={settings.iterations}, but {out} has done {done}; give at least so many"
+        )
+    return checkpoint
+
+
+def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
+    """A line on what is trained, how much an iteration takes, and where."""
+    algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+    count = sum(p.numel() for p in parameters.values())
+    plan = algorithm.plan.plan(algorithm.num_steps, settings.seed, step)
+    nfe = plan.nfe(settings.group_size, policy.forwards_per_sample)["total"]
+    what = f"adapters of rank {settings.lora_rank}" if settings.lora_rank else "all weights"
+    many = f" on {world_size()} processes" if world_size() > 1 else ""
+    where = f"from iteration {step} on, " if step else ""
+    return (
+        f"{settings.algorithm} on {settings.model}: {what} ({count / 1e6:.1f} M){many}, "
+        f"{settings.prompts_per_iteration} prompts x {nfe} forwards an iteration, {where}"
+        f"{policy.device}, {settings.precision}; folder {Path(settings.out).expanduser()}"
+    )
 
 
 class RunStopped(ValueError):

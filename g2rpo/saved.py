@@ -18,21 +18,24 @@ from g2rpo.checkpoint import latest_checkpoint, load_checkpoint
 from g2rpo.config import read_settings
 from g2rpo.models import load_policy
 from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
-from g2rpo.models.weights import LORA_FILE
+from g2rpo.models.weights import weight_file
 from g2rpo.settings import Settings
 
 EXPORT_FILE = "g2rpo.json"
 """Beside an export's weights: its base model and the settings of its run."""
 
-CONDITIONS = ("precision", "guidance", "resolution", "max_sequence_length", "sigma_rounding")
+CONDITIONS = (
+    "precision", "guidance", "true_cfg", "resolution", "max_sequence_length", "sigma_rounding",
+)  # fmt: skip
 """Arguments of `load_policy` under which a run sees its model, beside the weights."""
+
+
+ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
 
 
 def policy_of(settings: Settings, **changes: Any) -> FluxPolicy:
     """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
-    arguments: dict[str, Any] = {
-        name: getattr(settings, name) for name in ("device", "lora_rank", "lora_alpha", *CONDITIONS)
-    }
+    arguments: dict[str, Any] = {name: getattr(settings, name) for name in ("device", *ADAPTERS, *CONDITIONS)}
     return load_policy(settings.model, **(arguments | _given(changes)))
 
 
@@ -43,6 +46,7 @@ def open_policy(
     device: str = "auto",
     precision: Precision | None = None,
     guidance: float | None = None,
+    true_cfg: float | None = None,
     resolution: int | None = None,
     max_sequence_length: int | None = None,
     sigma_rounding: SigmaRounding | None = None,
@@ -62,6 +66,7 @@ def open_policy(
         "device": device,
         "precision": precision,
         "guidance": guidance,
+        "true_cfg": true_cfg,
         "resolution": resolution,
         "max_sequence_length": max_sequence_length,
         "sigma_rounding": sigma_rounding,
@@ -138,7 +143,7 @@ def _run_of(path: Path) -> Path | None:
 
 def _is_weights(path: Path) -> bool:
     if path.is_dir():
-        return (path / LORA_FILE).is_file() or (
+        return weight_file(path) is not None or (
             (path / "config.json").is_file() and not (path / "model_index.json").is_file()
         )
     return path.suffix == ".safetensors"

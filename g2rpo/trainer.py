@@ -5,6 +5,9 @@
 The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run
 writes its folder as it goes and can be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but
 never an update, and leaves a checkpoint from which the same command goes on with the same numbers.
+
+Started by torchrun, each process explores its share of an iteration's prompts; what all of them must know
+(rewards, for the advantages and the metrics) is gathered, and the first process writes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,18 @@ from g2rpo.algorithms import Algorithm
 from g2rpo.before_after import Change, Comparison
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
-from g2rpo.config import check_same_run, read_settings
-from g2rpo.distributed import seed_everything
+from g2rpo.distributed import (
+    any_process,
+    barrier,
+    gathered,
+    local,
+    rank,
+    seed_everything,
+    sharding_mesh,
+    start_processes,
+    world_size,
+)  # fmt: skip
+from g2rpo.embed import run_prompts
 from g2rpo.explore import sample
 from g2rpo.interrupt import Interrupt, interruptible
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
@@ -34,11 +48,21 @@ from g2rpo.prompts import PromptStream, read_prompts
 from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
-from g2rpo.run import Run, RunStopped
+from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described
 from g2rpo.saved import policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
-from g2rpo.update import NotFinite, advantages_of, holding, learning_rate, reference_of, rows_of, update
+from g2rpo.stopwatch import Stopwatch, peak_memory
+from g2rpo.update import (
+    NotFinite,
+    advantages_of,
+    holding,
+    learning_rate,
+    make_optimizer,
+    reference_of,
+    rows_of,
+    update,
+)  # fmt: skip
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
 
 
@@ -56,13 +80,17 @@ class Trainer:
     """State of a run: the policy, its optimizer, and how far it got."""
 
     def __init__(self, settings: Settings) -> None:
-        if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ValueError(
-                f"started as one of {processes} processes (WORLD_SIZE={processes}), which would all write "
-                f"{settings.out}: a run is one process so far; start it without torchrun"
-            )
         settings = settings.resolved()
         settings.check_files()
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if settings.prompts_per_iteration % processes:
+            raise ValueError(
+                f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly "
+                f"among {processes} processes; make it a multiple, or start fewer"
+            )
+        device = resolve_device(settings.device)
+        start_processes(device)
+        mesh = sharding_mesh(device, settings.shard_size)
         self.settings = settings
         self.out = Path(settings.out).expanduser()
         prompts, report = read_prompts(settings.prompts)
@@ -70,7 +98,7 @@ class Trainer:
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
         self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
         self.stream = PromptStream(prompts, settings.seed)
-        self.checkpoint = self._checkpoint_to_resume()
+        self.checkpoint = checkpoint_to_resume(settings)
         met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
         self.comparison = Comparison.of(
             settings.compare_images, settings.eval_num_steps, met, prompts, eval_prompts
@@ -83,22 +111,21 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
-        self.rewards: dict[str, CheckedReward] = load_rewards(names, resolve_device(settings.device))
-        self.policy: FluxPolicy = policy_of(settings)
+        self.rewards: dict[str, CheckedReward] = load_rewards(names, device)
+        self.policy: FluxPolicy = policy_of(
+            settings,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            compiled=settings.compile_blocks,
+            mesh=mesh,
+        )
         self.cache = EmbeddingCache(settings.cache)
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
         self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=settings.lr,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.parameters.values(), settings)
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
         self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
         self.step = 0
+        self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
         self.watcher = Watcher(
             self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
             settings.rollout_batch,
@@ -111,23 +138,6 @@ class Trainer:
             settings.sample_every,
         )
 
-    def _checkpoint_to_resume(self) -> Path | None:
-        """The run folder's newest checkpoint, if these settings go on from it. Before any model is loaded."""
-        settings = self.settings
-        begun = (self.out / "config.toml").is_file()
-        checkpoint = latest_checkpoint(self.out)
-        if settings.resume == "never" and (begun or checkpoint is not None):
-            raise ValueError(f"{self.out} holds a run and resume='never'; give another out=FOLDER")
-        if settings.resume == "latest" and checkpoint is None:
-            raise ValueError(f"resume='latest', but {self.out} holds no checkpoint; drop it to start a run")
-        if begun or checkpoint is not None:
-            check_same_run(read_settings(self.out), settings)
-        if checkpoint is not None and (done := read_state(checkpoint)["iteration"]) > settings.iterations:
-            raise ValueError(
-                f"iterations={settings.iterations}, but {self.out} has done {done}; give at least so many"
-            )
-        return checkpoint
-
     def run(self) -> Run:
         """The loop."""
         settings = self.settings
@@ -137,15 +147,19 @@ class Trainer:
             self.step = rest["iteration"]
         else:  # a checkpoint brings its generators with it
             seed_everything(settings.seed)
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
+        barrier()  # all have read what the folder holds
+        if rank() == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
+        barrier()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
-            progress.note(self._described())
+            progress.note(described(settings, self.policy, self.parameters, self.step))
+            progress.note(self.prompt_report)
             try:
-                self._embed(progress)
+                self._embed(progress, interrupt)
                 if self.step == 0 and self.comparison.sets:
                     progress.note("drawing with the untrained model")
                     self.comparison.draw_before(self.watcher, self.out)
@@ -154,8 +168,11 @@ class Trainer:
                     self._iterate(writer, progress, interrupt)
                     self._watch(writer, progress)
                     if self.step % settings.checkpoint_every == 0 or self.step == last:
+                        began = time.perf_counter()
                         self.save()
-                    if interrupt.asked:
+                        self.saving = {"seconds_checkpoint": time.perf_counter() - began}
+                        progress.note(f"checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
+                    if any_process(interrupt.asked):
                         raise KeyboardInterrupt
                 if self.step == settings.iterations:
                     changes = self._after(progress)
@@ -173,54 +190,65 @@ class Trainer:
                     "the same command would end here again: start another out=FOLDER with a lower lr, or "
                     "look at the rewards of that iteration"
                 ) from error
-        write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
+        if rank() == 0:
+            write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
         return Run(self.out, self.step, self.step == settings.iterations, False, changes)
 
     def _iterate(self, writer: MetricsWriter, progress: Progress, interrupt: Interrupt) -> None:
         began = time.perf_counter()
-        rollouts, cond, told = self.explore()
+        rollouts, cond, told = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
             learned = self.learn(rollouts, cond)
             metrics = {"step": self.step, "seconds": time.perf_counter() - began, **told, **learned}
-            writer.write(metrics)
+            writer.write(metrics | self.saving | peak_memory(self.policy.device))
+            self.saving = {}
         progress.update(metrics)
 
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
-        """First half of an iteration: its prompts, what the policy makes of them, what the rewards say."""
+        """First half of an iteration: its prompts, what the policy makes of them, what the rewards say.
+
+        Of several processes each explores its share; they communicate nothing meanwhile.
+        """
         settings, algorithm = self.settings, self.algorithm
-        began = time.perf_counter()
-        position = self.step * settings.prompts_per_iteration
-        prompts = self.stream.at(position, settings.prompts_per_iteration)
+        stopwatch = Stopwatch(self.policy.device)
+        share = settings.prompts_per_iteration // world_size()
+        position = self.step * settings.prompts_per_iteration + rank() * share
+        prompts = self.stream.at(position, share)
         texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
         cond = self.cache.get(self.policy, texts)
-        samples = sample(
-            self.policy,
-            algorithm.plan.plan(algorithm.num_steps, settings.seed, self.step),
-            self.sigmas,
-            cond,
-            group_size=settings.group_size,
-            diffusion=algorithm.diffusion,
-            eta=algorithm.eta,
-            seed=settings.seed,
-            iteration=self.step,
-            prompt_indices=range(position, position + len(prompts)),
-            rollout_batch=settings.rollout_batch,
-            noise=settings.noise,
-        )
-        if self.policy.device.type == "cuda":
-            torch.cuda.synchronize(self.policy.device)  # else its last forwards count as scoring
-        explored = time.perf_counter()
-        trained = {name: self.rewards[name] for name in settings.rewards}
-        rollouts = score(self.policy, samples, trained, texts, metadata, decode_batch=settings.decode_batch)
-        self._check_valid(rollouts)
-        told = {"seconds_rollout": explored - began, "seconds_score": time.perf_counter() - explored}
-        return rollouts, cond, {"nfe": samples.nfe["total"], **told}
+        with self.policy.resident():
+            samples = sample(
+                self.policy,
+                algorithm.plan.plan(algorithm.num_steps, settings.seed, self.step),
+                self.sigmas,
+                cond,
+                group_size=settings.group_size,
+                diffusion=algorithm.diffusion,
+                eta=algorithm.eta,
+                seed=settings.seed,
+                iteration=self.step,
+                prompt_indices=range(position, position + len(prompts)),
+                rollout_batch=settings.rollout_batch,
+                noise=settings.noise,
+                stopwatch=stopwatch,
+            )
+            trained = {name: self.rewards[name] for name in settings.rewards}
+            rollouts = score(
+                self.policy, samples, trained, texts, metadata,
+                decode_batch=settings.decode_batch, stopwatch=stopwatch,
+            )  # fmt: skip
+        told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
+        return rollouts, cond, {"nfe": samples.nfe["total"] * world_size(), **told}
 
     def learn(self, rollouts: Sequence[Rollout], cond: Conditioning) -> dict[str, float]:
         """Second half: advantages, loss, optimizer. Counts the iteration."""
         settings, algorithm = self.settings, self.algorithm
         began = time.perf_counter()
-        advantages = advantages_of(rollouts, algorithm, list(settings.rewards.values()))
+        judged = [one for share in gathered([r.judged() for r in rollouts]) for one in share]
+        self._check_valid(judged)
+        advantages = advantages_of(judged, algorithm, list(settings.rewards.values()))
+        first = rank() * len(rollouts)
+        own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
         rate = learning_rate(
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
@@ -229,7 +257,7 @@ class Trainer:
         learned = update(
             self.policy,
             algorithm,
-            rows_of(rollouts, advantages),
+            rows_of(rollouts, own),
             cond,
             self.sigmas,
             self.optimizer,
@@ -239,7 +267,7 @@ class Trainer:
         )
         self._average()
         self.step += 1
-        rewards = reward_metrics(rollouts, list(settings.rewards), advantages, algorithm.advantage_clip)
+        rewards = reward_metrics(judged, list(settings.rewards), advantages, algorithm.advantage_clip)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
     @torch.no_grad()
@@ -247,7 +275,8 @@ class Trainer:
         if self.ema:
             # Young averages follow quickly: the first iterations would otherwise be mostly the base model.
             decay = min(self.settings.ema_decay, (self.step + 1) / (self.step + 10))
-            torch._foreach_lerp_(list(self.ema.values()), list(self.parameters.values()), 1 - decay)
+            mean, now = ([local(t) for t in some.values()] for some in (self.ema, self.parameters))
+            torch._foreach_lerp_(mean, now, 1 - decay)
 
     def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
         share = invalid_share(rollouts)
@@ -278,30 +307,20 @@ class Trainer:
             keep_every=self.settings.keep_every,
         )
 
-    def _described(self) -> str:
-        settings, count = self.settings, sum(p.numel() for p in self.parameters.values())
-        plan = self.algorithm.plan.plan(self.algorithm.num_steps, settings.seed, self.step)
-        nfe = plan.nfe(settings.group_size, self.policy.forwards_per_sample)["total"]
-        what = f"adapters of rank {settings.lora_rank}" if settings.lora_rank else "all weights"
-        where = f"from iteration {self.step} on, " if self.step else ""
-        return (
-            f"{settings.algorithm} on {settings.model}: {what} ({count / 1e6:.1f} M), "
-            f"{settings.prompts_per_iteration} prompts x {nfe} forwards an iteration, {where}"
-            f"{self.policy.device}, {settings.precision}; folder {self.out}\n{self.prompt_report}"
-        )
-
-    def _embed(self, progress: Progress) -> None:
+    def _embed(self, progress: Progress, interrupt: Interrupt) -> None:
         """Every prompt that the run will use through the text encoders, once; then they are dropped."""
         settings = self.settings
-        per_iteration = settings.prompts_per_iteration
-        ahead = self.stream.at(self.step * per_iteration, (settings.iterations - self.step) * per_iteration)
-        texts = [p.text for p in ahead]
-        for one in (self.schedule.evaluated, self.schedule.shown, *self.comparison.sets):
-            texts += one.prompts if one is not None else ()
-        missing = self.cache.missing(self.policy, list(dict.fromkeys(texts)))
+        texts = run_prompts(settings)
+        missing = len(self.cache.missing(self.policy, texts))
         if missing:
-            progress.note(f"embedding {len(missing)} prompts")
-            self.cache.fill(self.policy, missing)
+            progress.note(f"embedding {missing} prompts")
+        # A share of all texts, not of what is missing: that changes while the others write.
+        interrupt.together(lambda: self.cache.fill(self.policy, texts[rank() :: world_size()]))
+        barrier()
+        self.cache = EmbeddingCache(settings.cache)  # the others have written too
+        self.watcher = replace(self.watcher, cache=self.cache)
+        if settings.true_cfg != 1:
+            self.policy.set_negative(self.cache.get(self.policy, [""]))
         self.policy.text.unload()
 
     def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> None:

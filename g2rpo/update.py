@@ -8,14 +8,16 @@
 With one optimizer step the old log-probability is the new one, detached, and the ratio is exactly 1. With
 several, one pass without gradient through the same forwards gives it, before the first step.
 
+Each process has the rows of its groups; gradients are averaged over processes, so a batch counts by its share
+of all processes' rows. Processes with fewer rows of a step make up for it with forwards that count nothing.
+
 Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own), L tokens, C channels.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from g2rpo.advantages import group_advantages, pooled_std
 from g2rpo.algorithms import Algorithm
+from g2rpo.distributed import gathered, local, whole, world_size
 from g2rpo.loss import clipped_surrogate, step_kl
 from g2rpo.policy import Conditioning, Policy
 from g2rpo.rollout import Rollout
@@ -52,6 +55,7 @@ class Rows:
     Attributes:
         x: [N, L, C]. x_next: [N, G, L, C]. step: [N], index into the schedule. prompt: [N], row of the
             conditioning. advantages, rollout_log_prob: [N, G]; the latter not a number where the step broke.
+        velocity: [N, L, C], the rollout's at x, or None.
     """
 
     x: Tensor
@@ -60,12 +64,14 @@ class Rows:
     prompt: Tensor
     advantages: Tensor
     rollout_log_prob: Tensor
+    velocity: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: Tensor | slice) -> Rows:
-        return Rows(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+        values = (getattr(self, name) for name in self.__dataclass_fields__)
+        return Rows(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
 
 def advantages_of(
@@ -114,6 +120,8 @@ def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
                 "advantages": advantage,
                 "rollout_log_prob": rollout.log_prob,
             }
+            if rollout.velocity is not None:
+                row["velocity"] = rollout.velocity[:, 0]
         else:
             kept = rollout.train_mask.flatten()
             row = {
@@ -126,13 +134,13 @@ def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
         row["prompt"] = torch.full_like(row["step"], p)
         for name, value in row.items():
             parts[name].append(value)
-    return Rows(**{name: torch.cat(values) for name, values in parts.items()})
+    return Rows(**{name: torch.cat(values) for name, values in parts.items() if values})
 
 
 def reference_of(policy: Policy, lora: bool) -> Velocity:
-    """The velocity of the policy as it is now, for the KL: without its adapters, or by a frozen copy."""
+    """The policy's velocity as it is now, for the KL: without its adapters, or by a copy of its weights."""
+    module: Any = policy.module
     if lora:
-        module: Any = policy.module
 
         def without_adapters(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
             module.disable_adapters()
@@ -142,9 +150,14 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
                 module.enable_adapters()
 
         return without_adapters
-    frozen = copy.deepcopy(policy)
-    frozen.module.requires_grad_(False)
-    return frozen.velocity
+    parameters = dict(module.named_parameters())
+    first = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def with_first_weights(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        with holding(parameters, first):
+            return policy.velocity(x, sigma, cond)
+
+    return with_first_weights
 
 
 @contextmanager
@@ -155,13 +168,28 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     @torch.no_grad()
     def put(source: Mapping[str, Tensor]) -> None:
         for name, value in source.items():
-            parameters[name].copy_(value)
+            local(parameters[name]).copy_(local(value))
 
     put(values)
     try:
         yield
     finally:
         put(live)
+
+
+def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.Optimizer:
+    """AdamW with the settings' values; `adamw8bit` is torchao's, with the moments in 8 bits."""
+    arguments: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.optimizer == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(list(parameters), **arguments)
+    return torch.optim.AdamW(list(parameters), fused=True, **arguments)
 
 
 def learning_rate(
@@ -202,7 +230,8 @@ def update(
 
     Returns:
         loss, grad_norm, ratio_max_dev, clip_fraction, approx_kl, rollout_ratio_dev (largest |ratio - 1|
-        between the update's first forward and the rollout's) and, with a KL, kl. Means over optimizer steps.
+        between the update's first forward and the rollout's), velocity_dev/<k> (see `departure`) and, with a
+        KL, kl. Means over optimizer steps.
 
     Raises:
         NotFinite: a gradient that is not a number; no step was taken with it, but with "per_step" perhaps
@@ -210,8 +239,11 @@ def update(
     """
     schedule = sigmas.to(rows.x.device)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    once = algorithm.update == "once"
+    # A number for each optimizer step, the same on every process: the rows of a step may be on others alone.
+    steps = [None] if once else sorted({k for found in gathered(rows.step.unique().tolist()) for k in found})
     index = torch.arange(len(rows), device=rows.x.device)
-    groups = [index] if algorithm.update == "once" else [index[rows.step == k] for k in rows.step.unique()]
+    groups = [index if k is None else index[rows.step == k] for k in steps]
 
     def evaluate(part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability [N, G] of the members' states, with mean [N * G, ...] and std of their step."""
@@ -223,50 +255,90 @@ def update(
         log_prob = transition_log_prob(algorithm.diffusion, part.x_next.flatten(0, 1), mean, std)
         return log_prob.unflatten(0, (-1, members)), mean, std
 
-    def batches(group: Tensor) -> Iterator[Tensor]:
-        yield from group.split(update_batch)
-
+    plans = [_batches(group, update_batch) for group in groups]
     old: dict[int, Tensor] = {}
     if len(groups) > 1:
         with torch.no_grad():
-            for g, group in enumerate(groups):
-                old[g] = torch.cat([evaluate(rows[batch], policy.velocity)[0] for batch in batches(group)])
+            for g, (batches, _) in enumerate(plans):
+                found = [evaluate(rows[b], policy.velocity)[0][: None if n else 0] for b, n in batches]
+                old[g] = torch.cat(found)
 
     stats: dict[str, list[Tensor]] = {}
     drift = torch.zeros((), device=rows.x.device)
-    for g, group in enumerate(groups):
+    departed = torch.zeros(2, len(schedule), device=rows.x.device)  # by step: sum over rows, number of rows
+    for g, (batches, total) in enumerate(plans):
         optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         done = 0
-        for batch in batches(group):
+        for batch, counted in batches:
             part = rows[batch]
-            whole = part.rollout_log_prob.isfinite()
-            share = len(batch) / len(group)
-            log_prob, mean, std = evaluate(part, policy.velocity)
-            before = old[g][done : done + len(batch)] if old else log_prob.detach()
-            done += len(batch)
-            loss, told = clipped_surrogate(log_prob, before, part.advantages, algorithm.clip_range)
-            if algorithm.kl_beta:
+            whole_rows = part.rollout_log_prob.isfinite()
+            share = counted * world_size() / total
+            mean_reference = None
+            if algorithm.kl_beta:  # before the policy's own forward, whose graph needs the weights untouched
                 assert reference is not None
                 with torch.no_grad():
                     _, mean_reference, _ = evaluate(part, reference)
-                told["kl"] = step_kl(mean, mean_reference, std).where(whole.flatten(), 0.0).mean()
+            log_prob, mean, std = evaluate(part, policy.velocity)
+            if part.velocity is not None and counted and not g:  # later optimizer steps have other weights
+                departed[0].index_add_(0, part.step, departure(algorithm, part, schedule, mean, std))
+                departed[1].index_add_(0, part.step, torch.ones_like(part.step, dtype=departed.dtype))
+            before = old[g][done : done + counted] if old and counted else log_prob.detach()
+            done += counted
+            loss, told = clipped_surrogate(log_prob, before, part.advantages, algorithm.clip_range)
+            if mean_reference is not None:
+                told["kl"] = step_kl(mean, mean_reference, std).where(whole_rows.flatten(), 0.0).mean()
                 loss = loss + algorithm.kl_beta * told["kl"]
             (loss * share).backward()
             told["loss"] = loss
-            deviation = told.pop("ratio_max_dev")
+            deviation = told.pop("ratio_max_dev") * (counted > 0)
             sums["ratio_max_dev"] = torch.maximum(sums.get("ratio_max_dev", deviation), deviation)
             for name, value in told.items():
                 sums[name] = sums.get(name, 0.0) + value.detach() * share
-            off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole, 0.0)
+            off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole_rows, 0.0)
             drift = torch.maximum(drift, off.max())
-        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        sums["grad_norm"] = whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
         if not bool(sums["grad_norm"].isfinite()):
             optimizer.zero_grad(set_to_none=True)
             raise NotFinite(sums["grad_norm"].item(), g, len(groups))
         optimizer.step()
         for name, value in sums.items():
             stats.setdefault(name, []).append(value)
-    result = {name: torch.stack(values).mean().item() for name, values in stats.items()}
-    result["ratio_max_dev"] = torch.stack(stats["ratio_max_dev"]).max().item()
-    return result | {"rollout_ratio_dev": drift.item()}
+    optimizer.zero_grad(set_to_none=True)  # their memory is the next rollout's
+    largest = {
+        "ratio_max_dev": torch.stack(stats.pop("ratio_max_dev")).max().item(),
+        "rollout_ratio_dev": drift.item(),
+    }
+    sums_of, rows_of_step = departed.tolist()
+    for k, number in enumerate(rows_of_step):
+        if number:
+            largest[f"velocity_dev/{k}"] = sums_of[k] / number
+    every = gathered(({name: torch.stack(v).mean().item() for name, v in stats.items()}, largest))
+    means = {name: sum(one[name] for one, _ in every) / len(every) for name in every[0][0]}
+    names = dict.fromkeys(name for _, one in every for name in one)
+    return means | {name: max(one[name] for _, one in every if name in one) for name in names}
+
+
+@torch.no_grad()
+def departure(algorithm: Algorithm, part: Rows, schedule: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """[N] how far the update's mean lies from the rollout's, in root mean square over the step's noise.
+
+    Both are the same weights: what differs is dtype, batch and kernels. It is what the ratio would depart
+    from 1 by, before an update, if the rollout's log-probability were used.
+    """
+    members = part.x_next.shape[1]
+    assert part.velocity is not None
+    before, _ = transition(algorithm.diffusion, part.x, part.velocity, schedule, part.step, algorithm.eta)
+    off = (mean[::members] - before).flatten(1).square().mean(1).sqrt()
+    return (off / std.flatten()[::members]).to(torch.float32)
+
+
+def _batches(group: Tensor, size: int) -> tuple[list[tuple[Tensor, int]], int]:
+    """Row numbers of each forward and how many of them count, as many on every process; and all rows' number.
+
+    A forward of which none counts takes row 0.
+    """
+    sizes = gathered(len(group))
+    batches = [(batch, len(batch)) for batch in group.split(size) if len(batch)]
+    most = max(math.ceil(n / size) for n in sizes)
+    return batches + [(group.new_zeros(1), 0)] * (most - len(batches)), sum(sizes)

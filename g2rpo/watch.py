@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.conditioning import EmbeddingCache
+from g2rpo.distributed import gathered, rank, world_size
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.pictures import grid, save_curves, save_png
@@ -66,27 +67,33 @@ class Watcher:
 
     def pictures(self, pictures: PictureSet) -> Tensor:
         """[N, 3, H, W] in [0, 1], 8-bit values, on the CPU."""
-        images = sample_images(
-            self.policy,
-            pictures.prompts,
-            num_steps=self.num_steps,
-            shift=self.shift,
-            seeds=pictures.seeds,
-            batch=self.batch,
-            cond=self.cache.get(self.policy, pictures.prompts),
-        )
-        return (images * 255).round() / 255
+        prompts, seeds = pictures.prompts[_share()], pictures.seeds[_share()]
+        drawn = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
+        if prompts:
+            with self.policy.resident():
+                images = sample_images(
+                    self.policy,
+                    prompts,
+                    num_steps=self.num_steps,
+                    shift=self.shift,
+                    seeds=seeds,
+                    batch=self.batch,
+                    cond=self.cache.get(self.policy, prompts),
+                )
+            drawn = (images * 255).round().to(torch.uint8)
+        return _merged(drawn).float() / 255
 
     def scores(self, pictures: PictureSet, images: Tensor) -> dict[str, Tensor]:
         """Reward name -> [N], NaN where a picture could not be judged."""
         found: dict[str, list[Tensor]] = {name: [] for name in self.rewards}
+        images = images[_share()]
+        texts, known = pictures.prompts[_share()], pictures.metadata[_share()]
         for low in range(0, len(images), self.batch):
             part = images[low : low + self.batch].to(self.policy.device)
             for name, reward in self.rewards.items():
-                prompts = list(pictures.prompts[low : low + self.batch])
-                metadata = list(pictures.metadata[low : low + self.batch])
+                prompts, metadata = list(texts[low : low + self.batch]), list(known[low : low + self.batch])
                 found[name].append(reward(part, prompts, metadata).float().cpu())
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in found.items()}
 
     def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:
         """Draw and score; keep every score in OUT/evaluations/step_N.json.
@@ -98,14 +105,15 @@ class Watcher:
         """
         scores = self.scores(pictures, self.pictures(pictures))
         folder = out / "evaluations"
-        folder.mkdir(parents=True, exist_ok=True)
         drawn = {
             "prompts": list(pictures.prompts),
             "seeds": list(pictures.seeds),
             "num_steps": self.num_steps,
         }
         record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
-        (folder / f"step_{step:06d}.json").write_text(json.dumps(record), encoding="utf-8")
+        if rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"step_{step:06d}.json").write_text(json.dumps(record), encoding="utf-8")
         base = folder / f"step_{0:06d}.json"
         first = json.loads(base.read_text(encoding="utf-8")) if step and base.is_file() else {}
         start = first["scores"] if {name: first.get(name) for name in drawn} == drawn else {}
@@ -116,6 +124,22 @@ class Watcher:
                 gain = values - torch.tensor(start[name])
                 result[f"eval_gain/{name}"], result[f"eval_gain_se/{name}"] = mean_and_error(gain)
         return result
+
+
+def _share() -> slice:
+    """The pictures of this process."""
+    return slice(rank(), None, world_size())
+
+
+def _merged(mine: Tensor) -> Tensor:
+    """Every process's share of the pictures, or of their scores, in order [N, ...]."""
+    shares = gathered(mine)
+    filled = next(share for share in shares if len(share))
+    merged = filled.new_empty(sum(len(share) for share in shares), *filled.shape[1:])
+    for number, share in enumerate(shares):
+        if len(share):
+            merged[number :: len(shares)] = share
+    return merged
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:
@@ -170,7 +194,8 @@ class Schedule:
         if self.shown is not None and show:
             images = watcher.pictures(self.shown)
             writer.images("samples", step, torch.cat(list(images), dim=2))
-            write_grid(folder, self.shown, images, {"step": step, "num_steps": watcher.num_steps})
+            if rank() == 0:
+                write_grid(folder, self.shown, images, {"step": step, "num_steps": watcher.num_steps})
 
 
 def _due(step: int, every: int) -> bool:

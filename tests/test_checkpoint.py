@@ -179,8 +179,24 @@ def test_the_same_iteration_again_replaces(tmp_path):
 def test_latest(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     save_checkpoint(tmp_path, 5, {"module": nn.Linear(1, 1)})
-    (tmp_path / "latest").write_text("step_000009\n")
-    with pytest.raises(ValueError, match=r"step_000009.*there are: step_000005"):
+    (tmp_path / "latest").write_text("step_000004\n")
+    with pytest.raises(ValueError, match=r"'step_000004': no such checkpoint, and there is no whole"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path, caplog):
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, {"module": nn.Linear(64, 64)}, keep_last=3)
+    checkpoints = tmp_path / "checkpoints"
+    (data,) = (checkpoints / "step_000003").glob("*.distcp")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-100])
+    assert latest_checkpoint(tmp_path) == checkpoints / "step_000002"
+    assert f"{len(whole) - 100} of its {len(whole)} bytes; going on from step_000002" in caplog.text
+    (checkpoints / "step_000002" / ".metadata").unlink()
+    assert latest_checkpoint(tmp_path) == checkpoints / "step_000001"
+    (checkpoints / "step_000001" / "state.json").write_text('{"iteration"')
+    with pytest.raises(ValueError, match=r"step_000003.* bytes, and there is no whole checkpoint"):
         latest_checkpoint(tmp_path)
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.__main__ import recipe_and_overrides
+from g2rpo.console import positive_number, recipe_and_overrides
 from g2rpo.metrics import read_metrics
 from g2rpo.pictures import from_pil, read_png_text
 from g2rpo.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("train", "plan", "sample", "export", "doctor")
+COMMANDS = ("train", "plan", "fetch", "embed", "sample", "export", "doctor")
 SMALL = [
     "prompts=world:demo",
     "prompts_per_iteration=1",
@@ -91,6 +91,13 @@ def test_help_needs_no_torch():
 )
 def test_a_first_word_with_an_equals_sign_is_an_override(recipe, overrides, expected):
     assert recipe_and_overrides(recipe, overrides) == expected
+
+
+def test_a_number_or_a_word():
+    assert positive_number("--shift", "2.5", "pipeline") == 2.5
+    for text in ("0", "-1", "nan", "inf", "pipelin"):
+        with pytest.raises(ValueError, match=f"--shift {text}: give a number above 0, or pipeline"):
+            positive_number("--shift", text, "pipeline")
 
 
 def test_traceback_on_request():
@@ -180,6 +187,31 @@ def test_pictures_of_a_run_and_of_its_export_are_the_same(place):
     assert json.loads((place / "tuned" / "model_index.json").read_text())["_class_name"] == "FluxPipeline"
     g2rpo("sample", "tuned", *words, "--out", "again", cwd=place)
     assert torch.equal(pictures(place / "again"), tuned)
+
+
+def test_another_model_takes_the_last_steps(place):
+    copy = shutil.copytree(resources.files("g2rpo") / "assets" / "tiny_flux", place / "copy")
+    file = copy / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": 1.25}))
+    words = ["copy", "--prompt", "a red circle", "--steps", "3", "--device", "cpu", "--shift", "pipeline"]
+    g2rpo("sample", *words, "--first-steps", "2", "--then", "run", "--out", "shared", cwd=place)
+    g2rpo("sample", *words, "--compare", "run", "--out", "alone", cwd=place)
+    info = read_png_text(place / "shared" / "0000.png")[1]
+    assert (info["model"], info["then"], info["first_steps"], info["shift"]) == ("copy", "run", 2, 1.25)
+    drawn = [pictures(place / folder) for folder in ("shared", "alone", "alone/compare")]
+    assert all((drawn[0] - other).abs().max() > 2 / 255 for other in drawn[1:])
+    assert "belong together" in g2rpo("sample", *words, "--then", "tiny", cwd=place, code=2)[1]
+
+
+def test_doctor_looks_at_files(place):
+    told, _ = g2rpo("export", "run", "--out", "whole", "--layout", "single_file", cwd=place)
+    file = max((place / told.strip()).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    told, _ = g2rpo("doctor", "--verify", str(file), "--base", "tiny", cwd=place)
+    assert "ok" in told and "torch" not in told
+    (place / "torn.safetensors").write_bytes(file.read_bytes()[:5000])
+    told, errors = g2rpo("doctor", "--verify", "torn.safetensors", "--base", "tiny", cwd=place, code=1)
+    assert "missing" in told and not errors
+    assert "--verify PATH" in g2rpo("doctor", "--base", "tiny", code=2)[1]
 
 
 def test_prompts_of_a_file_come_up_to_the_limit(place):

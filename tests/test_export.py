@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from random_flux import save_random_flux
+from safetensors.torch import load_file
 
 from g2rpo.checkpoint import save_checkpoint
 from g2rpo.config import Settings
-from g2rpo.export import base_licence, export_run
+from g2rpo.export import DTYPES, Kind, base_licence, export_run, merged_state, model_card
 from g2rpo.models.flux import FluxPolicy
+from g2rpo.models.layout import is_original, to_diffusers
 from g2rpo.saved import open_policy, policy_of
 
 PROMPTS = ["a red circle", "two blue stars"]
@@ -109,7 +111,7 @@ def test_runs_and_checkpoints_open(base, tmp_path):
 
 
 CONDITIONS = {
-    "precision": "bfloat16", "guidance": 2.0, "resolution": 8, "max_sequence_length": 6,
+    "precision": "bfloat16", "guidance": 2.0, "true_cfg": 1.5, "resolution": 8, "max_sequence_length": 6,
     "sigma_rounding": "released",
 }  # fmt: skip
 
@@ -168,8 +170,11 @@ def test_model_card(base, tmp_path):
 
 def test_what_a_user_can_get_wrong(base, tmp_path):
     run, _ = make_run(tmp_path / "run", base, lora_rank=0)
-    with pytest.raises(ValueError, match="no LoRA"):
-        export_run(run, kind="lora")
+    for kind in ("lora", "comfyui"):
+        with pytest.raises(ValueError, match="no LoRA; take the layout diffusers or single_file"):
+            export_run(run, kind=kind)
+    with pytest.raises(ValueError, match="kind='onnx': choose one of auto, diffusers, lora, single_file"):
+        export_run(run, kind="onnx")
     with pytest.raises(ValueError, match="dtype='int8'"):
         export_run(run, dtype="int8")
     precious = tmp_path / "precious"
@@ -191,3 +196,100 @@ def test_exporting_again_replaces_the_export(base, tmp_path):
     (out / "stale").write_text("old")
     assert export_run(run) == out and not (out / "stale").exists()
     assert not list(run.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("lora_rank", "dtype"), [(0, "float32"), (2, "float32"), (2, "bfloat16")])
+def test_single_file_holds_the_merged_transformer(base, tmp_path, lora_rank, dtype):
+    run, policy = make_run(tmp_path / "run", base, lora_rank)
+    out = export_run(run, kind="single_file", dtype=dtype)
+    assert {path.name for path in out.iterdir()} == {
+        "model.safetensors",
+        "README.md",
+        "g2rpo.json",
+        "LICENSE.md",
+    }
+    state = load_file(out / "model.safetensors")
+    assert is_original(state) and {value.dtype for value in state.values()} == {DTYPES[dtype]}
+    # Found by its path, under the conditions of the run or those asked for.
+    opened = open_policy(out / "model.safetensors", base=str(base), guidance=2.0, device="cpu")
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(velocity(opened), velocity(policy), **close)
+    # The same weights as the layout that diffusers loads.
+    other = export_run(run, tmp_path / "other", kind="diffusers", dtype=dtype) / "transformer"
+    theirs = load_file(other / "diffusion_pytorch_model.safetensors")
+    ours = to_diffusers(state, policy.module.config)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_comfyui_lora_gives_the_trained_policy(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    out = export_run(run, kind="comfyui")
+    assert {path.name for path in out.iterdir()} == {
+        "comfyui_lora.safetensors", "README.md", "g2rpo.json", "LICENSE.md",
+    }  # fmt: skip
+    opened = open_policy(out / "comfyui_lora.safetensors", base=str(base), guidance=2.0, device="cpu")
+    torch.testing.assert_close(velocity(opened), velocity(policy), rtol=1e-4, atol=1e-4)
+    ranks = {
+        key.removesuffix(".lora_down.weight"): len(value)
+        for key, value in load_file(out / "comfyui_lora.safetensors").items()
+        if ".lora_down." in key
+    }
+    assert ranks["lora_unet_double_blocks_0_txt_attn_qkv"] == 6
+    assert ranks["lora_unet_single_blocks_1_linear1"] == 8 and ranks["lora_unet_single_blocks_1_linear2"] == 2
+
+
+def test_cards_say_how_each_kind_is_loaded(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    for kind, name in (("single_file", "model"), ("comfyui", "comfyui_lora")):
+        card = (export_run(run, kind=kind) / "README.md").read_text()
+        assert f'g2rpo sample "THIS FOLDER/{name}.safetensors" --base {base}' in card and "width 3072" in card
+        assert ("- lora" in card) == (kind == "comfyui") and "from_pretrained" not in card
+    # At FLUX.1's width the others read these files too.
+    policy.module.register_to_config(num_attention_heads=24, attention_head_dim=128)
+    policy.true_cfg = 2.0
+    settings = Settings(model="owner/flux", out="runs/a")
+    cards = {kind: model_card(settings, [], 1, policy=policy, kind=kind) for kind in get_args(Kind)[1:]}
+    assert (
+        '"THIS FOLDER/model.safetensors", config="owner/flux", subfolder="transformer"'
+        in cards["single_file"]
+    )
+    assert "models/diffusion_models" in cards["single_file"] and "models/loras" in cards["comfyui"]
+    loads = 'load_lora_weights("THIS FOLDER", weight_name="comfyui_lora.safetensors")'
+    assert loads in cards["comfyui"] and 'load_lora_weights("THIS FOLDER")' in cards["lora"]
+    for card in cards.values():
+        code = card.split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+        assert 'true_cfg_scale=2, negative_prompt=""' in code
+
+
+def test_a_folder_that_cannot_be_written_is_named(base, tmp_path, monkeypatch):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+
+    def refused(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(ValueError, match=f"cannot write to {run} .Permission denied.; .* --out FOLDER"):
+        export_run(run)
+
+
+def test_merging_holds_each_weight_once(base, tmp_path):
+    """In the target dtype, tensor by tensor: what is kept of a weight is its rounded copy."""
+    _, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    whole, half = merged_state(policy.module), merged_state(policy.module, torch.bfloat16)
+    assert whole.keys() == half.keys() and {value.dtype for value in half.values()} == {torch.bfloat16}
+    assert all(torch.equal(value.bfloat16(), half[key]) for key, value in whole.items())
+    # float32 weights without adapters are not copied at all
+    own = dict(policy.module.named_parameters())
+    assert whole["x_embedder.weight"].data_ptr() == own["x_embedder.weight"].data_ptr()
+
+
+def test_float8_bases_are_exported_whole(base, tmp_path):
+    """The adapters of a run whose base was stored in 8 bits are merged into the base as it is."""
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2, base_dtype="float8")
+    exported = export_run(run, kind="single_file")
+    state = to_diffusers(
+        load_file(exported / "model.safetensors"), open_policy(base, device="cpu").module.config
+    )
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    assert torch.equal(state["x_embedder.weight"], load_file(base / name)["x_embedder.weight"])

@@ -13,13 +13,15 @@ PACKAGE = Path(__file__).parents[1] / "g2rpo"
 ROWS = [
     "words",
     "schedule sde plans advantages loss algorithms",
+    "distributed noise stopwatch",
     "policy models world rewards",
-    "prompts conditioning distributed noise tree explore rollout",
+    "prompts conditioning tree explore rollout",
     "checkpoint metrics options recipe settings config",
     "interrupt reward_stats saved pictures sample export",
-    "update watch before_after run guard",
+    "update watch before_after run guard embed",
     "trainer",
-    "evaluate compare costs report demo doctor",
+    "evaluate compare costs report demo doctor verify fetch",
+    "console",
     "__main__",
 ]
 ROOMS = [room for row in ROWS for room in row.split()]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.schedule import TAIL_RULES, compressed_sigmas, shifted_sigmas, tail
+from g2rpo.schedule import TAIL_RULES, compressed_sigmas, resolution_shift, shifted_sigmas, tail
 
 
 def test_shifted_sigmas():
@@ -20,6 +20,30 @@ def test_sigmas_fall_from_one_to_zero(num_steps, shift):
     assert len(sigmas) == num_steps + 1
     assert sigmas[0] == 1 and sigmas[-1] == 0
     assert (sigmas[1:] < sigmas[:-1]).all()
+
+
+def test_resolution_shift_by_hand():
+    # mu = 0.5 + (1.15 - 0.5) (L - 256) / 3840; 1024 px are 64 x 64 tokens, 720 px are 45 x 45
+    assert resolution_shift(64 * 64) == pytest.approx(2.718281828**1.15)
+    assert resolution_shift(45 * 45) == pytest.approx(2.718281828 ** (0.5 + 0.65 * 1769 / 3840))
+    assert resolution_shift(10, base_shift=0, max_shift=1, base_tokens=0, max_tokens=10) == pytest.approx(
+        2.718281828
+    )
+
+
+@pytest.mark.parametrize("side", [8, 16, 45, 64, 96])
+@pytest.mark.parametrize("ends", [{}, {"base_shift": 0.2, "max_shift": 2.0}])
+def test_resolution_shift_is_the_stock_schedulers(side, ends):
+    import numpy as np
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    num_steps = 20
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    mu = calculate_shift(side * side, **ends)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps), mu=mu)
+    ours = shifted_sigmas(num_steps, resolution_shift(side * side, **ends))
+    torch.testing.assert_close(ours, scheduler.sigmas, rtol=0, atol=1e-6)
 
 
 def test_tails_of_the_two_rules():
@@ -68,6 +92,8 @@ def test_compressed_sigmas_by_hand():
     [
         lambda: shifted_sigmas(0),
         lambda: shifted_sigmas(4, 0.0),
+        lambda: resolution_shift(0),
+        lambda: resolution_shift(4, base_tokens=4, max_tokens=4),
         lambda: tail(16, 17, 1),
         lambda: tail(16, 1, 0),
         lambda: tail(16, 1, 1, "official"),

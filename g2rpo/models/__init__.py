@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
 
 
@@ -17,15 +20,20 @@ def load_policy(
     device: str | torch.device = "auto",
     precision: Precision = "float32",
     guidance: float = 3.5,
+    true_cfg: float = 1.0,
     resolution: int | None = None,
     max_sequence_length: int | None = None,
     lora_rank: int = 0,
     lora_alpha: float | None = None,
+    lora_targets: Sequence[str] | None = None,
+    base_dtype: Literal["compute", "float8"] = "compute",
     sigma_rounding: SigmaRounding = "exact",
     weights: str | Path | None = None,
     gradient_checkpointing: bool = False,
+    compiled: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> FluxPolicy:
-    """The policy called `name`: `tiny`, `tiny@NAME`, a folder in diffusers layout, or a hub name.
+    """The policy called `name`: `tiny`, `tiny@NAME`, `random:NAME`, a diffusers folder, or a hub name.
 
     Args:
         device: "auto" is a GPU where there is one.
@@ -47,13 +55,18 @@ def load_policy(
         device=resolve_device(device),
         precision=precision,
         guidance=guidance,
+        true_cfg=true_cfg,
         resolution=resolution,
         max_sequence_length=max_sequence_length,
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
+        lora_targets=lora_targets,
+        base_dtype=base_dtype,
         sigma_rounding=sigma_rounding,
         weights=[Path(path) for path in (embedded, weights) if path is not None],
         gradient_checkpointing=gradient_checkpointing,
+        compiled=compiled,
+        mesh=mesh,
     )
 
 

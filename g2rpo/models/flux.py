@@ -12,49 +12,57 @@ What differs from the stock pipeline, and why:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from g2rpo.distributed import resident
 from g2rpo.models.files import dtype_argument, local_folder, read_json
-from g2rpo.models.text import FluxText
-from g2rpo.models.weights import add_lora, load_weights
+from g2rpo.models.network import Training, fill_at_random, fill_from_folder, make_network
+from g2rpo.models.random import RandomText, is_random, random_configs, random_vae
+from g2rpo.models.text import DTYPES, FluxText
 from g2rpo.policy import Conditioning
 
-Precision = Literal["float32", "tf32", "bfloat16"]
+Precision = Literal["float32", "tf32", "bfloat16", "float64"]
 SigmaRounding = Literal["exact", "released"]
 
 
 class FluxPolicy:
     """A FLUX model of a folder or the hub; make one with `FluxPolicy.load`."""
 
-    forwards_per_sample = 1
-
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         module: Any,
         vae: Any,
-        text: FluxText,
+        text: FluxText | RandomText,
         *,
         device: torch.device,
         guidance: float,
         resolution: int | None,
         sigma_rounding: SigmaRounding,
+        autocast: bool = False,
+        true_cfg: float = 1.0,
     ) -> None:
-        self.folder, self.text, self.device = folder, text, device
+        self._folder, self.text, self.device = folder, text, device
         self.module: Any = module
         self.vae: Any = vae
-        self.guidance = guidance
+        self.guidance, self.true_cfg = guidance, true_cfg
+        self.forwards_per_sample = 1 if true_cfg == 1 else 2
         self.resolution, self.patch_px = checked_resolution(resolution, vae.config)
-        self.compute_dtype, self.sigma_rounding = text.dtype, sigma_rounding
+        self.compute_dtype, self.sigma_rounding, self._autocast = text.dtype, sigma_rounding, autocast
         side = self.resolution // self.patch_px
         self.latent_shape: tuple[int, int] = (side * side, int(module.config.in_channels))
         self._img_ids = _image_ids(side).to(device)
         self._timestep: Tensor | None = None
+        self._frozen_base = bool(getattr(module, "peft_config", None))
+        self._rolling = False
+        self._negative: Conditioning | None = None
         module.time_text_embed.register_forward_pre_hook(self._float32_time)
 
     @classmethod
@@ -65,74 +73,141 @@ class FluxPolicy:
         device: torch.device | str = "cpu",
         precision: Precision = "float32",
         guidance: float = 3.5,
+        true_cfg: float = 1.0,
         resolution: int | None = None,
         max_sequence_length: int | None = None,
         lora_rank: int = 0,
         lora_alpha: float | None = None,
+        lora_targets: Sequence[str] | None = None,
+        base_dtype: Literal["compute", "float8"] = "compute",
         sigma_rounding: SigmaRounding = "exact",
         weights: Sequence[Path] = (),
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> FluxPolicy:
         """Reads the transformer and the VAE; the text encoders follow when the first prompt needs them.
 
         Args:
-            name: folder in diffusers layout, or hub name (fetched into the hub's cache).
+            name: folder in diffusers layout, or hub name (fetched into the hub's cache), or random:flux-dev.
             device: where everything lives.
-            precision: "float32"; "tf32": the same weights, matrix products of 10-bit mantissas on a GPU; or
+            precision: "float32"; "tf32": the same weights, matrix products of 10-bit mantissas on a GPU;
                 "bfloat16": autocast over float32 master weights where all weights are trained, over a frozen
-                bfloat16 base with float32 adapters where lora_rank > 0. Products in float32 or tf32 are a
-                switch of the process: the policy loaded last decides for all of them.
+                bfloat16 base with float32 adapters where lora_rank > 0; or "float64", for checks. Products in
+                float32 or tf32 are a switch of the process: the policy loaded last decides for all of them.
             guidance: input of guidance-distilled models; no effect on others.
+            true_cfg: classifier-free guidance against the empty prompt, v = v0 + true_cfg (v1 - v0), two
+                forwards a sample; 1 = none.
             resolution: side of the square image in pixels; None: what the VAE was made for.
             max_sequence_length: T5 tokens; None: the smaller of 512 and the tokenizer's limit.
             lora_rank: 0 trains all weights of the transformer, else adapters of this rank.
             lora_alpha: the adapters' scale times their rank; None: twice the rank.
+            lora_targets: ends of the layers' names that get adapters; None: attention and MLP linears.
+            base_dtype: "float8" stores a frozen base in 8 bits (e4m3) and computes in `precision`.
             sigma_rounding: "exact", or "released": int(1000 sigma) / 1000 as G2RPO's released code has it.
             weights: put onto the base's transformer, in order, before anything else (see models/weights.py).
             gradient_checkpointing: recompute blocks in the backward pass: less memory, a forward more.
+            compiled: forwards without gradient run through torch.compile.
+            mesh: parameters that are trained are sharded over it (see distributed.shard).
 
         Raises:
             ValueError: not a FLUX model, or a setting outside its range.
         """
-        from diffusers import AutoencoderKL, FluxTransformer2DModel
+        from diffusers import AutoencoderKL
 
         if precision not in get_args(Precision):
             raise ValueError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
-        if sigma_rounding not in ("exact", "released"):
+        if sigma_rounding not in get_args(SigmaRounding):
             raise ValueError(f'sigma_rounding={sigma_rounding!r}: choose "exact" or "released"')
-        folder, device = local_folder(name), torch.device(device)
-        kind = read_json(folder / "model_index.json").get("_class_name")
-        if kind != "FluxPipeline":
-            raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+        if base_dtype not in ("compute", "float8") or (base_dtype == "float8" and not lora_rank):
+            raise ValueError(
+                f"base_dtype={base_dtype!r} with lora_rank={lora_rank}: choose compute, or float8 for the "
+                "frozen base of adapters"
+            )
+        device = torch.device(device)
         # Set either way: a float32 policy after a tf32 one would else run in tf32.
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         if device.type == "cuda":
             # cuDNN's attention backward crashes on few, small heads in bfloat16 (H100, torch 2.11).
             torch.backends.cuda.enable_cudnn_sdp(False)
-        checked_resolution(resolution, read_json(folder / "vae" / "config.json"))  # before 24 GB are read
-        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        # A given LoRA is added into the base in float32; bfloat16 would round most of it away.
-        base_dtype = dtype if lora_rank and not weights else torch.float32
-        module = FluxTransformer2DModel.from_pretrained(folder / "transformer", **dtype_argument(base_dtype))
-        added = [load_weights(module, path) for path in weights]  # which of them were LoRAs
-        if added and not any(added) and lora_rank:
-            module.to(dtype)
-        if lora_rank:
-            add_lora(module, lora_rank, lora_alpha)
-        if gradient_checkpointing:
-            module.enable_gradient_checkpointing()
+        dtype = DTYPES[precision]
+        training = Training(
+            dtype=dtype,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_targets=None if lora_targets is None else tuple(lora_targets),
+            base_dtype=base_dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            compiled=compiled,
+            mesh=mesh,
+        )
         vae_dtype = dtype if device.type == "cuda" else torch.float32
-        vae: Any = AutoencoderKL.from_pretrained(folder / "vae", **dtype_argument(vae_dtype))
+        text: FluxText | RandomText
+        if is_random(str(name)):
+            configs, folder = random_configs(str(name)), None
+            checked_resolution(resolution, configs["vae"])
+            module = make_network(configs["transformer"], fill_at_random, device, training, tuple(weights))
+            vae: Any = random_vae(configs["vae"], device, vae_dtype)
+            text = RandomText(configs, device=device, precision=precision, length=max_sequence_length)
+        else:
+            folder = local_folder(name)
+            kind = read_json(folder / "model_index.json").get("_class_name")
+            if kind != "FluxPipeline":
+                raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+            # Before 24 GB are read.
+            checked_resolution(resolution, read_json(folder / "vae" / "config.json"))
+            text = FluxText(
+                folder, device=device, precision=precision, max_sequence_length=max_sequence_length
+            )
+            config = read_json(folder / "transformer" / "config.json")
+            fill = fill_from_folder(folder / "transformer")
+            module = make_network(config, fill, device, training, tuple(weights))
+            vae = AutoencoderKL.from_pretrained(folder / "vae", **dtype_argument(vae_dtype))
         return cls(
             folder,
-            module.to(device).eval(),
+            module,
             vae.to(device).eval().requires_grad_(False),
-            FluxText(folder, device=device, precision=precision, max_sequence_length=max_sequence_length),
+            text,
             device=device,
             guidance=guidance,
             resolution=resolution,
             sigma_rounding=sigma_rounding,
+            autocast=training.autocast,
+            true_cfg=true_cfg,
         )
+
+    @property
+    def folder(self) -> Path:
+        """Of the model's files.
+
+        Raises:
+            ValueError: random weights, which have none.
+        """
+        if self._folder is None:
+            raise ValueError("this model has random weights and no files: there is nothing to export")
+        return self._folder
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """While it lasts, forwards (without gradient) communicate nothing between processes.
+
+        Adapters over a bfloat16 base are held in bfloat16 too: no cast at each use, as autocast would do.
+        They are not merged into the base, and the float32 ones come back unchanged.
+        """
+        with resident(self.module):
+            if not (self._autocast and self._frozen_base) or self._rolling:
+                yield
+                return
+            adapters = {p: p.data for p in self.module.parameters() if p.requires_grad}
+            try:
+                self._rolling = True
+                for parameter, value in adapters.items():
+                    parameter.data = value.to(self.compute_dtype)
+                yield
+            finally:
+                for parameter, value in adapters.items():
+                    parameter.data = value
+                self._rolling = False
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -140,6 +215,7 @@ class FluxPolicy:
         return {
             "precision": self.text.precision,
             "guidance": self.guidance,
+            "true_cfg": self.true_cfg,
             "resolution": self.resolution,
             "max_sequence_length": self.text.max_sequence_length,
             "sigma_rounding": self.sigma_rounding,
@@ -166,12 +242,32 @@ class FluxPolicy:
                 f"conditioning, got {tuple(x.shape)}, {tuple(sigma.shape)} and {len(cond)} rows"
             )
         cond = cond.to(self.device, self.compute_dtype)
+        velocity = self._forward(x, sigma, cond)
+        if self.true_cfg == 1:
+            return velocity
+        negative = self.negative[torch.zeros(len(x), dtype=torch.long, device=self.device)]
+        without = self._forward(x, sigma, negative)
+        return without + self.true_cfg * (velocity - without)
+
+    @property
+    def negative(self) -> Conditioning:
+        """The empty prompt [1], for classifier-free guidance; encoded once."""
+        if self._negative is None:
+            self._negative = self.encode([""])
+        return self._negative
+
+    def set_negative(self, cond: Conditioning) -> None:
+        """Gives the empty prompt's embedding [1], so that no encoder need be loaded for it."""
+        self._negative = cond
+
+    def _forward(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        autocast = self._autocast and not self._rolling
         guidance = x.new_full((len(x),), self.guidance) if self.module.config.guidance_embeds else None
         self._timestep = self._network_time(sigma)
         try:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
-                out = self.module(
-                    hidden_states=x,
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+                out: Tensor = self.module(
+                    hidden_states=x if autocast else x.to(self.compute_dtype),
                     encoder_hidden_states=cond.text,
                     pooled_projections=cond.pooled,
                     timestep=sigma,
@@ -182,7 +278,7 @@ class FluxPolicy:
                 )[0]
         finally:
             self._timestep = None
-        return out.float()
+        return out.to(torch.promote_types(out.dtype, torch.float32))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -16,35 +16,11 @@ from torch import nn
 
 from g2rpo.models.files import config_folder, read_json
 from g2rpo.models.flux import checked_resolution
+from g2rpo.models.known import FLUX_1_DEV, KNOWN
+from g2rpo.models.random import is_random, random_configs
 from g2rpo.models.text import checked_length
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.models.weights import lora_layers
-
-FLUX_1_DEV: dict[str, dict[str, Any]] = {
-    "transformer": {"guidance_embeds": True},  # diffusers' defaults are FLUX.1's
-    "vae": {
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "latent_channels": 16,
-        "layers_per_block": 2,
-        "sample_size": 1024,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    },
-    "text_encoder": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "projection_dim": 768,
-    }
-    | {"num_attention_heads": 12, "vocab_size": 49408, "max_position_embeddings": 77},
-    "text_encoder_2": {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-    | {"vocab_size": 32128, "feed_forward_proj": "gated-gelu"},
-}
-"""So that the paper's run can be planned before its gated model may be downloaded."""
-
-KNOWN = {"black-forest-labs/FLUX.1-dev": FLUX_1_DEV, "black-forest-labs/FLUX.1-Krea-dev": FLUX_1_DEV}
 
 
 @dataclass(frozen=True)
@@ -99,8 +75,8 @@ def flux_shape(
 
 def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
     """Configuration of each network, and the limit of its second tokenizer."""
-    if name in KNOWN:
-        return KNOWN[name], 512
+    if name in KNOWN or is_random(name):
+        return KNOWN.get(name) or random_configs(name), 512
     folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
     kind = read_json(folder / "model_index.json").get("_class_name")
     if kind != "FluxPipeline":

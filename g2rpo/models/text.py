@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from g2rpo.models.files import component_class, fingerprint
 from g2rpo.policy import Conditioning
 
+DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES |= dict.fromkeys(("float32", "tf32"), torch.float32)
+"""Of the forwards, by the setting `precision`."""
+
 
 class FluxText:
     """Text encoders of a folder in diffusers layout; weights are loaded at the first prompt.
@@ -24,7 +28,7 @@ class FluxText:
     Args:
         folder: the model's folder.
         device: where the encoders run.
-        precision: "float32", "tf32" or "bfloat16": how they run, and a part of `identity`.
+        precision: a key of DTYPES: how they run, and a part of `identity`.
         max_sequence_length: T5 tokens, padding included; None: the smaller of 512 and tokenizer_2's limit.
 
     Raises:
@@ -40,7 +44,7 @@ class FluxText:
         max_sequence_length: int | None = None,
     ) -> None:
         self.folder, self.device, self.precision = folder, device, precision
-        self.dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self.dtype = DTYPES[precision]
         self.tokenizer: Any = component_class(folder, "tokenizer").from_pretrained(folder / "tokenizer")
         self.tokenizer_2: Any = component_class(folder, "tokenizer_2").from_pretrained(folder / "tokenizer_2")
         limit = int(self.tokenizer_2.model_max_length)

@@ -34,6 +34,8 @@ REWARDS: dict[str, str] = {
     "verifier_strict": "g2rpo.rewards.verifier:load_strict",
     "tiny_clip": "g2rpo.rewards.tiny_clip:load",
     "tiny_preference": "g2rpo.rewards.tiny_preference:load",
+    "colourfulness": "g2rpo.rewards.colourfulness:load",
+    **dict.fromkeys(("hps", "clip", "pickscore", "imagereward", "unified"), "g2rpo.rewards.coming:load"),
 }
 """Name -> `module:factory`; the factory takes a torch.device and returns a Reward."""
 

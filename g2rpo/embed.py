@@ -1,0 +1,258 @@
+"""`g2rpo embed`: a run's prompts through the text encoders before the run, which then never loads them.
+
+Only the text encoders are loaded, no transformer and no VAE. Started by torchrun, each process takes its
+share of the prompts; they need not talk, because shards of the cache appear whole and under names of their
+own. What is embedded stays: interrupted and started again, it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from g2rpo.before_after import Comparison
+from g2rpo.conditioning import EmbeddingCache
+from g2rpo.interrupt import interruptible
+from g2rpo.metrics import format_seconds
+from g2rpo.models import resolve_device
+from g2rpo.models.files import local_folder
+from g2rpo.models.random import RandomText, is_random, random_configs
+from g2rpo.models.text import FluxText
+from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.policy import Conditioning
+from g2rpo.prompts import PromptStream, ReadReport, read_prompts
+from g2rpo.settings import Settings
+
+LINE_SECONDS = 10.0
+"""Between lines of progress where there is no terminal to draw a bar on."""
+
+
+def run_prompts(settings: Settings) -> list[str]:
+    """Every text that a run of these settings encodes, each once: training, evaluation, grids, comparison.
+
+    Raises:
+        ValueError: a source of prompts that cannot be read.
+    """
+    prompts, _ = read_prompts(settings.prompts)
+    other = (
+        read_prompts(settings.eval_prompts)[0][: settings.num_eval_prompts] if settings.eval_prompts else []
+    )
+    met = PromptStream(prompts, settings.seed).at(0, settings.iterations * settings.prompts_per_iteration)
+    comparison = Comparison.of(settings.compare_images, settings.eval_num_steps, met, prompts, other)
+    texts = [prompt.text for prompt in (*met, *prompts[: settings.num_sample_prompts])]
+    texts += [prompt.text for prompt in other] if settings.eval_every else []
+    texts += [text for one in comparison.sets for text in one.prompts]
+    if settings.true_cfg != 1:
+        texts.append("")  # what the guidance leads away from
+    return list(dict.fromkeys(texts))
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """A model's text encoders by themselves, as the cache asks for them (`conditioning.Encoder`)."""
+
+    text: FluxText | RandomText
+
+    @property
+    def device(self) -> torch.device:
+        return self.text.device
+
+    @property
+    def encoder_identity(self) -> str:
+        """As that of the policy: what it finds in the cache."""
+        return self.text.identity
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        return self.text.encode(prompts)
+
+
+def text_encoders(settings: Settings, device: torch.device) -> Encoders:
+    """The text encoders of a run's model; their weights are read at the first prompt.
+
+    Raises:
+        ValueError: no such model, or a max_sequence_length that it does not take.
+    """
+    # As FluxPolicy.load has it: the same products, so the same bits.
+    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    name, precision, length = settings.model, settings.precision, settings.max_sequence_length
+    if is_random(name):
+        text = RandomText(random_configs(name), device=device, precision=precision, length=length)
+        return Encoders(text)
+    folder = tiny_folder(name)[0] if is_tiny(name) else local_folder(name)
+    return Encoders(FluxText(folder, device=device, precision=precision, max_sequence_length=length))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Prompts of which an encoder sees the beginning only."""
+
+    encoder: str
+    tokens: int
+    """Where it cuts, special tokens counted."""
+    prompts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        effect = (
+            "their pooled embedding only, T5 reads on" if self.encoder == "CLIP" else "what the model reads"
+        )
+        first = self.prompts[0][:60] + ("…" if len(self.prompts[0]) > 60 else "")
+        return (
+            f"{self.encoder} cuts {len(self.prompts)} prompts after {self.tokens} tokens, which shortens "
+            f"{effect}; the first: {first!r}"
+        )
+
+
+def cut_prompts(text: Any, prompts: Sequence[str]) -> list[Cut]:
+    """What CLIP and T5 cut; without an entry for one that sees every prompt whole.
+
+    Args:
+        text: FluxText; other encoders have no tokenizers and cut nothing.
+    """
+    if not isinstance(text, FluxText) or not prompts:
+        return []
+    cuts = []
+    for encoder, tokenizer, limit in (
+        ("CLIP", text.tokenizer, int(text.tokenizer.model_max_length)),
+        ("T5", text.tokenizer_2, text.max_sequence_length),
+    ):
+        ids = tokenizer(list(prompts), truncation=False, padding=False, verbose=False).input_ids
+        long = tuple(prompt for prompt, row in zip(prompts, ids, strict=True) if len(row) > limit)
+        cuts += [Cut(encoder, limit, long)] if long else []
+    return cuts
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What `embed_run` did.
+
+    Attributes:
+        prompts: of the run, each once. share: those of this process. there: of these, embedded before.
+        added: embedded now; fewer than share - there where it was interrupted.
+        cuts: prompts that an encoder sees in part.
+    """
+
+    prompts: int
+    share: int
+    there: int
+    added: int
+    interrupted: bool
+    cuts: list[Cut]
+
+
+def embed_run(settings: Settings, *, console: Console | None = None) -> Embedded:
+    """Fills the embedding cache with what a run will ask it for, and says what it found and did.
+
+    Of several processes (torchrun's RANK, WORLD_SIZE, LOCAL_RANK) each embeds a share; the first one speaks.
+
+    Raises:
+        ValueError: prompts or a model that cannot be read, or no space for the embeddings.
+    """
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    console = Console(quiet=True) if rank else console or Console()
+    say = _speaker(console)
+    texts = run_prompts(settings)
+    policy = text_encoders(settings, _own_device(settings.device))
+    cache = EmbeddingCache(settings.cache)
+    # A share of all prompts, not of the missing ones: the processes look at different moments.
+    mine = texts[rank::processes]
+    missing = cache.missing(policy, mine)
+    there, added = len(mine) - len(missing), 0
+    own = f" (this process's share of {processes}: {len(mine)})" if processes > 1 else ""
+    say(f"{len(texts)} different prompts{own}: {there} are embedded already, {len(missing)} to do")
+
+    with interruptible():
+        try:
+            with _progress(console, len(missing)) as progress:
+
+                def count(done: int, total: int) -> None:
+                    nonlocal added
+                    added = done
+                    progress(done)
+
+                cache.fill(policy, missing, progress=count)
+        except KeyboardInterrupt:
+            say(f"interrupted; {added} embeddings are kept, the same command goes on")
+            return Embedded(len(texts), len(mine), there, added, True, [])
+    cuts = cut_prompts(policy.text, texts)
+    sources = dict.fromkeys(source for source in (settings.prompts, settings.eval_prompts) if source)
+    for line in (*(_said(read_prompts(source)[1]) for source in sources), *map(str, cuts)):
+        say(line)
+    _say_disk(say, EmbeddingCache(settings.cache), policy)
+    return Embedded(len(texts), len(mine), there, added, False, cuts)
+
+
+def _own_device(setting: str) -> torch.device:
+    device = resolve_device(setting)
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return device
+
+
+def _speaker(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
+
+
+def _said(report: ReadReport) -> str:
+    places = ", ".join(report.duplicates[:3]) + (", …" if len(report.duplicates) > 3 else "")
+    return (
+        f"{report.source}: {report.read} prompts read, {report.kept} kept, {len(report.duplicates)} repeated"
+        f"{f' ({places})' if places else ''}, {report.empty_lines} empty lines"
+    )
+
+
+def _say_disk(say: Callable[[str], None], cache: EmbeddingCache, policy: Encoders) -> None:
+    folder, count, size = cache.held(policy)
+    say(f"{folder}: {count} embeddings of these encoders, {_size(size)}")
+    if others := cache.other_encoders(policy):
+        taken = sum(file.stat().st_size for other in others for file in other.glob("*.safetensors"))
+        names = ", ".join(other.name for other in others[:3]) + (", …" if len(others) > 3 else "")
+        say(
+            f"{cache.folder} also holds {_size(taken)} by other encoders or settings (precision, "
+            f"max_sequence_length), of no use to this run: {names}; each folder's identity.txt says whose"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.1f} prompts/s")
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that takes how many are done: a bar on a terminal, now and then a line elsewhere."""
+    if not total:
+        yield lambda done: None
+    elif console.is_terminal:
+        columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+        with Bar(*columns, console=console) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done: bar.update(task, completed=done)
+    else:
+        say, began = _speaker(console), time.monotonic()
+        told = began
+
+        def line(done: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told < LINE_SECONDS and done < total:
+                return
+            rate, told = done / max(now - began, 1e-9), now
+            say(f"{done}/{total} prompts, {rate:.1f} prompts/s, {format_seconds((total - done) / rate)} left")
+
+        yield line
