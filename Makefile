@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	$(BIN)/g2rpo train
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile
 
 # torch goes first and alone: asked for together with the rest, pip may choose a build with gigabytes of CUDA.
 $(VENV)/.torch:

@@ -50,6 +50,12 @@ def start_processes(device: torch.device) -> None:
         dist.init_process_group("gloo")
 
 
+def end_processes() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def rank() -> int:
     """This process's number, 0 where there is one."""
     return dist.get_rank() if dist.is_initialized() else 0

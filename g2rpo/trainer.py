@@ -28,6 +28,7 @@ from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
     any_process,
     barrier,
+    end_processes,
     gathered,
     local,
     rank,
@@ -35,7 +36,7 @@ from g2rpo.distributed import (
     sharding_mesh,
     start_processes,
     world_size,
-)  # fmt: skip
+)
 from g2rpo.embed import run_prompts
 from g2rpo.explore import sample
 from g2rpo.interrupt import Interrupt, interruptible
@@ -73,7 +74,10 @@ def train(settings: Settings) -> Run:
         ValueError: settings or files that do not fit, before any model is loaded.
         RunStopped: too many samples without a reward, or a gradient that is not a number.
     """
-    return Trainer(settings).run()
+    try:
+        return Trainer(settings).run()
+    finally:
+        end_processes()
 
 
 class Trainer:

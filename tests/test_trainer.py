@@ -158,8 +158,8 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
             run(iterations=1, **compared)
         with pytest.raises(ValueError, match="eval_num_steps: 2 there, 3 given"):
             run(iterations=3, eval_num_steps=3, **compared)
-        patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match=r"one of 2 processes .*start it without torchrun"):
+        patch.setenv("WORLD_SIZE", "3")
+        with pytest.raises(ValueError, match=r"prompts_per_iteration=2 .* evenly among 3 processes"):
             run(iterations=3, **compared)
         patch.delenv("WORLD_SIZE")
         assert config.read_bytes() == kept
