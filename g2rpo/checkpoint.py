@@ -222,7 +222,11 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         # torch fills an empty state by taking a step of size 0, which counts: AdamW's bias correction would
         # be one step ahead ever after. All zeros is what AdamW starts from.
         for tensor in _flat(state).values():
-            tensor.zero_()
+            held = local(tensor)
+            held.copy_(torch.zeros(held.shape, dtype=held.dtype))  # zero_ is not for 8-bit moments
+    groups: Any = state["param_groups"]
+    for group in groups:
+        group["lr"] = float(group["lr"])  # torchao keeps it in a tensor; the run sets it at each step anyway
     return state
 
 

@@ -2,7 +2,7 @@
 
     forwards    counted by the plans themselves (Plan.nfe), over the whole run
     FLOPs       torch's counter on the model without storage; backward = 2 forwards
-    memory      weights, gradients and optimizer exactly; activations and buffers as estimates, so marked
+    memory      by phase, see memory.py; measured peaks beside it in docs/flux.md
     time        forwards x seconds per forward, given or measured; nothing is guessed without that figure;
                 decoding as if at the forward's FLOP/s
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms import Algorithm
+from g2rpo.memory import Memory, changes_that_help, memory_of
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.options import make_algorithm
 from g2rpo.plans import Plan
@@ -40,8 +41,7 @@ class Costs:
         images: decoded and scored per iteration, over all processes, each distinct one once.
         eval_forwards: of all evaluations, sample grids and the comparison of the run.
         trained_params: numbers that the optimizer moves.
-        memory: on each process's device, by part.
-        estimated: the parts of `memory` that are estimates.
+        memory: on each process's device, by phase and part (memory.py).
         disk: by part.
         flops: of the whole run: rollout, update, evaluations, and the decoding of both.
         seconds: of an iteration by part; empty without a figure for a forward.
@@ -54,8 +54,7 @@ class Costs:
     images: float
     eval_forwards: int
     trained_params: int
-    memory: dict[str, int]
-    estimated: frozenset[str]
+    memory: Memory
     disk: dict[str, int]
     flops: float
     seconds: dict[str, float] = field(default_factory=dict)
@@ -64,8 +63,8 @@ class Costs:
 
     @property
     def memory_bytes(self) -> int:
-        """All parts together."""
-        return sum(self.memory.values())
+        """The most, in the phase that takes most."""
+        return self.memory.peak
 
 
 def plan_costs(
@@ -79,7 +78,7 @@ def plan_costs(
     """Figures of a run with these settings.
 
     Args:
-        num_processes: over which the groups of an iteration are divided; each holds the whole policy.
+        num_processes: over which the groups of an iteration are divided, and trained weights sharded.
         seconds_per_forward: of one image on one device (`measure_forward`, or a figure of ones own).
         memory_bytes: of a device; what does not fit, and which setting would, becomes a note.
         num_prompts: in the prompt source; bounds the embedding cache.
@@ -95,7 +94,10 @@ def plan_costs(
     if seconds_per_forward is not None and not seconds_per_forward > 0:
         raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
     shape = flux_shape(
-        settings.model, resolution=settings.resolution, max_sequence_length=settings.max_sequence_length
+        settings.model,
+        resolution=settings.resolution,
+        max_sequence_length=settings.max_sequence_length,
+        lora_targets=settings.lora_targets,
     )
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     plans = run_plans(settings, algorithm)
@@ -113,7 +115,7 @@ def plan_costs(
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
     flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
     trained = _trained_params(settings, shape)
-    memory, estimated = _memory(settings, shape, plans, groups // num_processes, trained)
+    memory = memory_of(settings, shape, plans, num_processes, trained)
     seconds: dict[str, float] = {}
     run_seconds = None
     if seconds_per_forward is not None:
@@ -124,7 +126,7 @@ def plan_costs(
         run_seconds = n * sum(seconds.values()) + watching / num_processes
     notes = coinciding_tails(plans, settings)
     if memory_bytes is not None:
-        notes += _fit_notes(settings, shape, plans, groups // num_processes, memory_bytes)
+        notes += _fit_notes(settings, shape, plans, num_processes, memory_bytes)
     return Costs(
         shape=shape,
         forwards=forwards,
@@ -132,7 +134,6 @@ def plan_costs(
         eval_forwards=eval_forwards,
         trained_params=trained,
         memory=memory,
-        estimated=estimated,
         disk=_disk(settings, shape, trained, num_prompts),
         flops=flops,
         seconds=seconds,
@@ -201,10 +202,13 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
         ("forwards a run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
         ("compute", "whole run", f"{costs.flops / 1e15:,.3g} PFLOP"),
     ]
-    for part, size in costs.memory.items():
-        about = "about " if part in costs.estimated else ""
-        table.append(("memory a device", part, f"{about}{_size(size)}"))
-    table.append(("memory a device", "all, without rewards", f"about {_size(costs.memory_bytes)}"))
+    memory = costs.memory
+    table += [("memory a device, always", part, _size(size)) for part, size in memory.always.items()]
+    table.append(("memory a device, before", "text encoders", _size(memory.encoders)))
+    for phase, parts in memory.phases.items():
+        table += [(f"memory a device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()]
+    peak = f"about {_size(memory.peak)}, in the {memory.peak_phase}"
+    table.append(("memory a device", "peak, without rewards", peak))
     table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
     table += [("time an iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
     if costs.run_seconds is not None:
@@ -232,52 +236,10 @@ def _trained_params(settings: Settings, shape: FluxShape) -> int:
     return shape.lora_params_per_rank * settings.lora_rank or shape.transformer_params
 
 
-def _memory(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], groups: int, trained: int
-) -> tuple[dict[str, int], frozenset[str]]:
-    """Bytes by part on a device that holds the whole policy; which parts are estimates."""
-    half = settings.precision == "bfloat16"
-    compute_bytes = 2 if half else 4
-    lora = settings.lora_rank > 0
-    base = shape.transformer_params * (compute_bytes if lora else 4) + (trained * 4 if lora else 0)
-    tokens, width = shape.tokens, shape.width
-    # Update: what the backward needs of a block is about 34 bytes a token and channel in 16 bits
-    # (Korthikanti et al., arXiv:2205.05198, without the attention matrix, which is never stored).
-    update_rows = min(settings.update_batch, groups * max(_step_rows(settings, plan) for plan in plans))
-    stored = update_rows * tokens * width * shape.blocks * 17 * compute_bytes
-    # Rollout: one block's q, k, v, MLP (4 widths, twice), their joint output and the residual at a time.
-    transient = settings.rollout_batch * tokens * width * 16 * compute_bytes
-    latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
-    member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
-    shared_states = max(p.anchor_evaluations for p in plans)
-    vae_bytes = compute_bytes if settings.device != "cpu" else 4
-    pixels = shape.resolution_px**2
-    memory = {
-        "policy weights": base,
-        "gradients": 4 * trained,
-        "AdamW moments": 8 * trained,
-        **({"EMA": 4 * trained} if settings.ema_decay else {}),
-        **({"bfloat16 copies of the weights": 2 * trained} if half and not lora else {}),
-        **({"reference weights": 4 * trained} if settings.option("kl_beta") and not lora else {}),
-        "VAE and text encoders": shape.vae_params * vae_bytes + shape.text_params * compute_bytes,
-        "latents of the rollout": groups * latent * (settings.group_size * member_states + shared_states),
-        "activations": max(stored, transient),
-        "decoding": settings.decode_batch * pixels * (3 * 4 + 3 * shape.decoder_width * vae_bytes),
-    }
-    return memory, frozenset(["latents of the rollout", "activations", "decoding"])
-
-
-def _step_rows(settings: Settings, plan: Plan) -> int:
-    """Most rows of one group in one optimizer step: those of all noise steps, or of one."""
-    rows = plan.nfe(settings.group_size)["update"]
-    if settings.option("update") == "once" or len(plan.noise_steps) == 1:
-        return rows
-    # Where members draw the steps that they train, all of them may draw the same one.
-    return settings.group_size if plan.num_trained is not None else rows // len(plan.noise_steps)
-
-
 def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
-    one = trained * (12 + (4 if settings.ema_decay else 0))
+    master = 8 if settings.precision == "float64" else 4
+    moments = 2 * master  # written in full also where they are kept in 8 bits
+    one = trained * (master + moments + (master if settings.ema_decay else 0))
     written = settings.iterations // settings.checkpoint_every
     kept = min(settings.keep_last, max(written, 1))
     if settings.keep_every:
@@ -294,37 +256,30 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
 
 
 def _fit_notes(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], groups: int, memory_bytes: int
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
 ) -> tuple[str, ...]:
     """Nothing if it fits; else what is too large and the first change of settings that would fit."""
 
-    def parts(changes: dict[str, Any]) -> dict[str, int]:
+    def memory(changes: dict[str, Any]) -> Memory:
         changed = settings.model_copy(update=changes)
-        return _memory(changed, shape, plans, groups, _trained_params(changed, shape))[0]
+        return memory_of(changed, shape, plans, num_processes, _trained_params(changed, shape))
 
-    def needed(changes: dict[str, Any]) -> int:
-        return sum(parts(changes).values())
-
-    if needed({}) <= memory_bytes:
+    now = memory({})
+    if now.peak <= memory_bytes:
         return ()
-    largest = max(parts({}).items(), key=lambda part: part[1])[0]
     problem = (
-        f"does not fit: about {_size(needed({}))} of {_size(memory_bytes)}; the largest part is {largest}"
+        f"does not fit: about {_size(now.peak)} of {_size(memory_bytes)} during the {now.peak_phase}; "
+        f"the largest part is {now.largest}"
     )
-    names = ("rollout_batch", "decode_batch", "update_batch")
-    batches: dict[str, Any] = dict.fromkeys(names, 1)
-    for changes in (
-        {name: max(1, getattr(settings, name) // 4) for name in names},
-        batches,
-        {**batches, "precision": "bfloat16"},
-        {"precision": "bfloat16", "lora_rank": settings.lora_rank or 64},
-        {**batches, "precision": "bfloat16", "lora_rank": settings.lora_rank or 64},
-        {**batches, "precision": "bfloat16", "lora_rank": min(settings.lora_rank or 64, 16)},
-    ):
-        if needed(changes) <= memory_bytes:
-            shown = " ".join(f"{key}={value}" for key, value in changes.items())
-            return (problem, f"would fit, in about {_size(needed(changes))}: {shown}")
-    return (problem, "no batch size, precision or LoRA rank makes it fit: take a smaller resolution or model")
+    for changes in changes_that_help(settings):
+        if (needed := memory(changes).peak) <= memory_bytes:
+            shown = " ".join(f"{key}={str(v).lower()}" for key, v in changes.items())
+            return (problem, f"would fit, in about {_size(needed)}: {shown}")
+    more = "more processes, " if not settings.lora_rank else ""
+    return (
+        problem,
+        f"no batch size, precision or LoRA rank makes it fit: take {more}a smaller resolution or model",
+    )
 
 
 def _size(num_bytes: float) -> str:

@@ -28,6 +28,7 @@ REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "pydant
             "matplotlib")  # fmt: skip
 OPTIONAL = {
     "tensorboard": ("curves in TensorBoard", "pip install tensorboard"),
+    "torchao": ("AdamW's moments in 8 bits", "pip install torchao"),
     "pyarrow": ("prompts in parquet files", "pip install pyarrow"),
     "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install sentencepiece protobuf"),
 }

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,13 @@ from g2rpo.distributed import (
     start_processes,
     world_size,
 )
-from g2rpo.embed import run_prompts
+from g2rpo.embed import run_prompts, text_encoders
 from g2rpo.explore import sample
 from g2rpo.interrupt import Interrupt, interruptible
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models import resolve_device
 from g2rpo.models.flux import FluxPolicy
+from g2rpo.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.options import make_algorithm
 from g2rpo.policy import Conditioning
 from g2rpo.prompts import PromptStream, read_prompts
@@ -54,16 +54,7 @@ from g2rpo.saved import policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
 from g2rpo.stopwatch import Stopwatch, peak_memory
-from g2rpo.update import (
-    NotFinite,
-    advantages_of,
-    holding,
-    learning_rate,
-    make_optimizer,
-    reference_of,
-    rows_of,
-    update,
-)  # fmt: skip
+from g2rpo.update import NotFinite, advantages_of, holding, reference_of, rows_of, update
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
 
 
@@ -116,6 +107,7 @@ class Trainer:
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = load_rewards(names, device)
+        self._embed(device)
         self.policy: FluxPolicy = policy_of(
             settings,
             gradient_checkpointing=settings.gradient_checkpointing,
@@ -123,6 +115,8 @@ class Trainer:
             mesh=mesh,
         )
         self.cache = EmbeddingCache(settings.cache)
+        if settings.true_cfg != 1:
+            self.policy.set_negative(self.cache.get(self.policy, [""]))
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
         self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), settings)
@@ -163,7 +157,6 @@ class Trainer:
             progress.note(described(settings, self.policy, self.parameters, self.step))
             progress.note(self.prompt_report)
             try:
-                self._embed(progress, interrupt)
                 if self.step == 0 and self.comparison.sets:
                     progress.note("drawing with the untrained model")
                     self.comparison.draw_before(self.watcher, self.out)
@@ -256,8 +249,7 @@ class Trainer:
         rate = learning_rate(
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         learned = update(
             self.policy,
             algorithm,
@@ -311,21 +303,21 @@ class Trainer:
             keep_every=self.settings.keep_every,
         )
 
-    def _embed(self, progress: Progress, interrupt: Interrupt) -> None:
-        """Every prompt that the run will use through the text encoders, once; then they are dropped."""
-        settings = self.settings
-        texts = run_prompts(settings)
-        missing = len(self.cache.missing(self.policy, texts))
-        if missing:
-            progress.note(f"embedding {missing} prompts")
+    def _embed(self, device: torch.device) -> None:
+        """Every prompt of the run through the text encoders, once, if it is not in the cache.
+
+        Before the policy is loaded: on a small GPU both do not fit. Interrupted, it goes on where it was.
+        """
+        encoders, texts = text_encoders(self.settings, device), run_prompts(self.settings)
+        missing = len(EmbeddingCache(self.settings.cache).missing(encoders, texts))
+        if missing and rank() == 0:
+            print(f"embedding {missing} prompts", flush=True)
         # A share of all texts, not of what is missing: that changes while the others write.
-        interrupt.together(lambda: self.cache.fill(self.policy, texts[rank() :: world_size()]))
+        EmbeddingCache(self.settings.cache).fill(encoders, texts[rank() :: world_size()])
+        encoders.text.unload()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         barrier()
-        self.cache = EmbeddingCache(settings.cache)  # the others have written too
-        self.watcher = replace(self.watcher, cache=self.cache)
-        if settings.true_cfg != 1:
-            self.policy.set_negative(self.cache.get(self.policy, [""]))
-        self.policy.text.unload()
 
     def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> None:
         ends = self.step in (0, self.settings.iterations)

@@ -17,7 +17,7 @@ Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,36 +175,6 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
         yield
     finally:
         put(live)
-
-
-def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.Optimizer:
-    """AdamW with the settings' values; `adamw8bit` is torchao's, with the moments in 8 bits."""
-    arguments: dict[str, Any] = {
-        "lr": settings.lr,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_eps,
-        "weight_decay": settings.weight_decay,
-    }
-    if settings.optimizer == "adamw8bit":
-        from torchao.optim import AdamW8bit
-
-        return AdamW8bit(list(parameters), **arguments)
-    return torch.optim.AdamW(list(parameters), fused=True, **arguments)
-
-
-def learning_rate(
-    lr: float, iteration: int, iterations: int, warmup_iterations: int, schedule: str = "constant"
-) -> float:
-    """Rate of the update of `iteration`, 0 the first: linear warm-up to `lr`, then the schedule's fall to 0.
-
-    A function of the iteration alone, so that a resumed run needs no state for it. The first update already
-    moves, and so does the last: `linear` ends one step above 0.
-    """
-    if iteration < warmup_iterations:
-        return lr * (iteration + 1) / warmup_iterations
-    done = (iteration - warmup_iterations) / max(iterations - warmup_iterations, 1)
-    fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return lr * fall[schedule]
 
 
 def update(

@@ -84,7 +84,9 @@ def test_a_moving_window_is_averaged(folder):
 
 
 def activations(folder, **options) -> int:
-    return plan_costs(Settings(model=str(folder), group_size=4, **options)).memory["activations"]
+    return plan_costs(Settings(model=str(folder), group_size=4, **options)).memory.phases["update"][
+        "activations"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,12 @@ def test_weights_are_counted_exactly(folder, lora_rank, precision):
     parameters = list(policy.module.parameters())
     costs = plan_costs(settings)
     assert costs.trained_params == sum(p.numel() for p in parameters if p.requires_grad)
-    assert costs.memory["policy weights"] == sum(p.nbytes for p in parameters)
-    frozen = [policy.vae, *policy.text._encoders]
-    assert costs.memory["VAE and text encoders"] == sum(p.nbytes for m in frozen for p in m.parameters())
+    always = costs.memory.always
+    assert always["trained weights"] == sum(p.nbytes for p in parameters if p.requires_grad)
+    assert always.get("frozen base", 0) == sum(p.nbytes for p in parameters if not p.requires_grad)
+    assert always["VAE"] == sum(p.nbytes for p in policy.vae.parameters())
+    encoders = sum(p.nbytes for m in policy.text._encoders for p in m.parameters())
+    assert costs.memory.encoders == encoders
 
 
 def test_disk_is_what_a_run_writes(folder, tmp_path):
@@ -186,7 +191,7 @@ def test_what_does_not_fit_comes_with_what_would():
     numbers = {key: int(value) for key, value in changes.items() if value.isdigit()}
     fitting = settings.model_copy(update={**changes, **numbers})
     assert plan_costs(fitting, memory_bytes=80 * 10**9).notes == ()
-    assert "take a smaller resolution" in plan_costs(settings, memory_bytes=10**9).notes[1]
+    assert "a smaller resolution" in plan_costs(settings, memory_bytes=10**9).notes[1]
 
 
 def test_time_is_told_only_from_a_figure(folder):

@@ -6,6 +6,7 @@ floating-point operations of a forward by torch's own counter (multiply and add 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,8 @@ class FluxShape:
         text_tokens, text_dim, pooled_dim: of a prompt's embedding.
         width, blocks: of the transformer, for activation estimates.
         transformer_params, vae_params, text_params: numbers of parameters.
-        lora_params_per_rank: of adapters on attention and MLP linears, per unit of rank.
+        norm_params: of the transformer's norms and modulations, which an 8-bit base keeps as they compute.
+        lora_params_per_rank: of adapters on their targets (attention and MLP linears), per unit of rank.
         forward_flops, decode_flops: for one image.
         decoder_width: channels of the VAE decoder at full resolution.
     """
@@ -46,6 +48,7 @@ class FluxShape:
     width: int
     blocks: int
     transformer_params: int
+    norm_params: int
     vae_params: int
     text_params: int
     lora_params_per_rank: int
@@ -60,7 +63,11 @@ class FluxShape:
 
 
 def flux_shape(
-    name: str | Path, *, resolution: int | None = None, max_sequence_length: int | None = None
+    name: str | Path,
+    *,
+    resolution: int | None = None,
+    max_sequence_length: int | None = None,
+    lora_targets: Sequence[str] | None = None,
 ) -> FluxShape:
     """Sizes of the model `name` (as `load_policy` takes it); of a hub model only small files are fetched.
 
@@ -70,7 +77,8 @@ def flux_shape(
     configs, token_limit = _configs(str(name))
     text_tokens = checked_length(max_sequence_length, token_limit, name)
     side_px, patch_px = checked_resolution(resolution, configs["vae"])
-    return _measured(_Frozen(configs), side_px, patch_px, text_tokens)
+    targets = None if lora_targets is None else tuple(lora_targets)
+    return _measured(_Frozen(configs), side_px, patch_px, text_tokens, targets)
 
 
 def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
@@ -100,7 +108,9 @@ class _Frozen:
 
 
 @lru_cache(maxsize=32)
-def _measured(frozen: _Frozen, side_px: int, patch_px: int, text_tokens: int) -> FluxShape:
+def _measured(
+    frozen: _Frozen, side_px: int, patch_px: int, text_tokens: int, lora_targets: tuple[str, ...] | None
+) -> FluxShape:
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -121,10 +131,11 @@ def _measured(frozen: _Frozen, side_px: int, patch_px: int, text_tokens: int) ->
         width=int(config.num_attention_heads * config.attention_head_dim),
         blocks=int(config.num_layers + config.num_single_layers),
         transformer_params=_parameters(transformer),
+        norm_params=sum(p.numel() for name, p in transformer.named_parameters() if "norm" in name),
         vae_params=_parameters(vae),
         text_params=_parameters(clip) + _parameters(t5),
         lora_params_per_rank=sum(
-            layer.in_features + layer.out_features for layer in lora_layers(transformer)
+            layer.in_features + layer.out_features for layer in lora_layers(transformer, lora_targets)
         ),
         forward_flops=_forward_flops(transformer, side * side, text_tokens),
         decode_flops=_decode_flops(vae, 2 * side),
