@@ -1,5 +1,6 @@
 """What the commands share: words into settings and folders, errors and tables onto the terminal."""
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -59,6 +60,8 @@ def quiet_other_packages() -> None:
     # Read at their import; one that the user has set wins.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name in ("torchao", "torch.utils._pytree"):  # of kernels that this machine cannot use
+        logging.getLogger(name).setLevel(logging.ERROR)
     import diffusers
     import transformers
     from huggingface_hub.utils import enable_progress_bars

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from g2rpo.distributed import key_seed, local, shard
 from g2rpo.models.files import read_json
-from g2rpo.models.weights import add_lora, load_weights
+from g2rpo.models.weights import add_lora, load_weights, lora_layers
 
 Fill = Callable[[nn.Module], None]
 
@@ -76,7 +76,8 @@ def make_network(
         weights: put onto the base, in order (models/weights.py).
 
     Raises:
-        ValueError: weights that do not fit, or that cannot be read shard by shard.
+        ValueError: weights that do not fit, or that cannot be read shard by shard; lora_targets that match
+            nothing, before any weight is read.
     """
     from diffusers import FluxTransformer2DModel
 
@@ -88,6 +89,8 @@ def make_network(
     nn.Module.to(module, dtype)  # diffusers' own warns of layers to keep in float32 even where there are none
     if buffers := [name for name, _ in module.named_buffers()]:
         raise ValueError(f"this transformer has buffers ({buffers[0]}, …), which no weight file fills")
+    if frozen:
+        lora_layers(module, training.lora_targets)  # a misspelt one shows before 24 GB are read
     quantised = frozen and training.base_dtype == "float8"
     if quantised:
         if weights:

@@ -1,0 +1,33 @@
+"""Compiled blocks: a fixed number of graphs, the eager numbers, and gradients that never go through them."""
+
+import functools
+
+import pytest
+import torch
+
+from g2rpo.models.flux import FluxPolicy
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_no_batch_size_compiles_anew(lora_rank, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    compiled = FluxPolicy.load("random:tiny", compiled=True, gradient_checkpointing=True, lora_rank=lora_rank)
+    eager = FluxPolicy.load("random:tiny", lora_rank=lora_rank)
+    seen = []
+    for n in (1, 4, 3, 2, 7):
+        x, sigma = torch.randn(n, *eager.latent_shape), torch.rand(n)
+        cond = eager.encode([str(i) for i in range(n)])
+        with torch.no_grad():
+            torch.testing.assert_close(compiled.velocity(x, sigma, cond), eager.velocity(x, sigma, cond))
+        seen.append(len(graphs))
+        velocity = compiled.velocity(x, sigma, cond)
+        assert velocity.requires_grad and len(graphs) == seen[-1]
+    # Blocks of one kind share a graph; the second batch size makes them general, later ones none.
+    assert seen[0] <= 4 and seen[1] <= 8 and len(set(seen[1:])) == 1
