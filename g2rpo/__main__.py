@@ -91,6 +91,8 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
         heads = ("pictures", "reward (* trained)", "before", "after", "change", "± SE", "n")
         show(heads, [_scores(change) for change in run.changes])
     out, model = shlex.quote(str(run.out)), shlex.quote(settings.model)
+    if settings.weights:
+        model = f"{shlex.quote(settings.weights)} --base {model}"
     prompts = shlex.quote(settings.eval_prompts or settings.prompts)
     walk = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
     print(f"{run.out} holds the run. Draw with it beside its base, or take the model out of it:")
@@ -106,8 +108,11 @@ def plan(
         float | None, typer.Option(help="Time of one image's forward on one device: adds times to the table.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Load the model and measure that time here.")
+        bool, typer.Option("--measure", help="Load the model and rewards and time a few forwards here.")
     ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="Take times from the table of measured ones: H100 or H200.")
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(help="GB of a device, to see what fits. Default: this machine's GPU.")
     ] = None,
@@ -119,35 +124,27 @@ def plan(
     Examples:
       g2rpo plan
       g2rpo plan tiny_gpu group_size=24 --measure
+      g2rpo plan flux_hps --processes 16 --memory 80 --gpu H100
       g2rpo plan my.toml --processes 8 --memory 80 --seconds-per-forward 0.35
     """
     from g2rpo.config import load_settings
 
-    if measure and seconds_per_forward is not None:
-        raise ValueError("--measure and --seconds-per-forward say the same; give one of them")
+    if sum((measure, seconds_per_forward is not None, gpu is not None)) > 1:
+        raise ValueError("--measure, --gpu and --seconds-per-forward all say how fast; give one of them")
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: a device has more than 0 GB")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
-    import torch
+    from g2rpo.costs import rows
+    from g2rpo.planning import plan_here
 
-    from g2rpo.costs import measure_forward, plan_costs, rows
-    from g2rpo.prompts import read_prompts
-
-    if measure:
-        from g2rpo.saved import policy_of
-
-        seconds_per_forward = measure_forward(policy_of(settings), batch=settings.rollout_batch)
-        print(f"measured: {seconds_per_forward:.3g} s a forward, in batches of {settings.rollout_batch}")
-    memory_bytes = None if memory is None else round(memory * 1e9)
-    if memory is None and settings.device != "cpu" and torch.cuda.is_available():
-        memory_bytes = torch.cuda.get_device_properties(0).total_memory
-    costs = plan_costs(
+    costs = plan_here(
         settings,
         num_processes=processes,
         seconds_per_forward=seconds_per_forward,
-        memory_bytes=memory_bytes,
-        num_prompts=len(read_prompts(settings.prompts)[0]),
+        measured=measure,
+        gpu=gpu,
+        memory_gb=memory,
     )
     show(("", "item", "value"), [row for row in rows(costs) if row[0] != "note"])
     for note in costs.notes:

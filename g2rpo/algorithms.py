@@ -80,6 +80,8 @@ def g2rpo(
     num_steps: int = 16,
     shift: float = 3.0,
     train_steps: int | Sequence[int] = 8,
+    steps_per_iteration: int | None = None,
+    step_draw: str = "even",
     granularities: Sequence[int] = (1, 2, 3),
     tail_rule: str = "released",
     eta: float = 0.7,
@@ -92,12 +94,12 @@ def g2rpo(
 ) -> Algorithm:
     """G2RPO (arXiv:2510.01982): one noisy step at a time, judged at several granularities.
 
-    `train_steps` is the first n steps or a list. The released training scripts use strides 1 and 2, the
-    paper 1, 2 and 3.
+    `train_steps` is the first n steps or a list, of which an iteration explores `steps_per_iteration` (None:
+    all). The released training scripts use strides 1 and 2, the paper 1, 2 and 3.
     """
     steps = range(train_steps) if isinstance(train_steps, int) else train_steps
     return Algorithm(
-        plan=Singular(tuple(steps), tuple(granularities), tail_rule),
+        plan=Singular(tuple(steps), tuple(granularities), tail_rule, steps_per_iteration, step_draw),
         num_steps=num_steps,
         shift=shift,
         diffusion=diffusion,
@@ -115,6 +117,8 @@ def g2rpo_single(
     num_steps: int = 16,
     shift: float = 3.0,
     train_steps: int | Sequence[int] = 8,
+    steps_per_iteration: int | None = None,
+    step_draw: str = "even",
     eta: float = 0.7,
     diffusion: str = "flow",
     clip_range: float = 1e-4,
@@ -128,6 +132,8 @@ def g2rpo_single(
         num_steps=num_steps,
         shift=shift,
         train_steps=train_steps,
+        steps_per_iteration=steps_per_iteration,
+        step_draw=step_draw,
         granularities=(1,),
         eta=eta,
         diffusion=diffusion,

@@ -83,7 +83,7 @@ def save_checkpoint(
     barrier()
     _check_space(checkpoints, _bytes(tensors))
     with _single_process_is_meant():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished, thread_count=_writers()))
     if rank() == 0:
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
         _write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
@@ -100,6 +100,12 @@ def save_checkpoint(
         _prune(checkpoints, iteration, keep_last, keep_every)
     barrier()
     return final
+
+
+def _writers() -> int:
+    """Threads that write files, for one alone is slower than a disk; the processes here share the cores."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, (os.cpu_count() or 1) // here))
 
 
 def latest_checkpoint(out: str | Path) -> Path | None:

@@ -3,8 +3,7 @@
     forwards    counted by the plans themselves (Plan.nfe), over the whole run
     FLOPs       torch's counter on the model without storage; backward = 2 forwards
     memory      by phase, see memory.py; measured peaks beside it in docs/flux.md
-    time        forwards x seconds per forward, given or measured; nothing is guessed without that figure;
-                decoding as if at the forward's FLOP/s
+    time        forwards x seconds per forward: given, measured or from a table (speeds.py), never guessed
 
 Reward models are not counted: their memory and time depend on what they are.
 """
@@ -12,21 +11,25 @@ Reward models are not counted: their memory and time depend on what they are.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-import torch
-
-from g2rpo.algorithms import Algorithm
-from g2rpo.memory import Memory, changes_that_help, memory_of
+from g2rpo.memory import (
+    USABLE,
+    Memory,
+    changes_that_help,
+    chosen_rollout_batch,
+    memory_of,
+    run_plans,
+    trained_params,
+)
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.options import make_algorithm
 from g2rpo.plans import Plan
-from g2rpo.policy import Policy
 from g2rpo.settings import Settings
+from g2rpo.speeds import LEAST_PARAMS, Speeds, given, rates_of
 
 GB = 1e9
 
@@ -46,6 +49,10 @@ class Costs:
         flops: of the whole run: rollout, update, evaluations, and the decoding of both.
         seconds: of an iteration by part; empty without a figure for a forward.
         run_seconds: of the whole run; None likewise.
+        released_gpu_hours: of the same run's forwards alone as the released code does them (every evaluation,
+            one sample each, parameters gathered for it); None where that was not measured on this GPU.
+        rollout_batch: samples of a forward, chosen where the settings say auto.
+        speeds: behind the times.
         notes: what a person should know, such as granularities that coincide.
     """
 
@@ -59,6 +66,10 @@ class Costs:
     flops: float
     seconds: dict[str, float] = field(default_factory=dict)
     run_seconds: float | None = None
+    num_processes: int = 1
+    released_gpu_hours: float | None = None
+    rollout_batch: int = 1
+    speeds: Speeds | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -72,6 +83,8 @@ def plan_costs(
     *,
     num_processes: int = 1,
     seconds_per_forward: float | None = None,
+    speeds: Speeds | None = None,
+    gpu: str | None = None,
     memory_bytes: int | None = None,
     num_prompts: int | None = None,
 ) -> Costs:
@@ -79,8 +92,11 @@ def plan_costs(
 
     Args:
         num_processes: over which the groups of an iteration are divided, and trained weights sharded.
-        seconds_per_forward: of one image on one device (`measure_forward`, or a figure of ones own).
-        memory_bytes: of a device; what does not fit, and which setting would, becomes a note.
+        seconds_per_forward: of one image on one device, if that is all that is known.
+        speeds: what is known better, see speeds.py.
+        gpu: name of the kind of device, for the comparison with the released code.
+        memory_bytes: of a device; what does not fit, and which setting would, becomes a note. Needed with
+            rollout_batch="auto".
         num_prompts: in the prompt source; bounds the embedding cache.
 
     Raises:
@@ -101,6 +117,10 @@ def plan_costs(
     )
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     plans = run_plans(settings, algorithm)
+    trained = trained_params(settings, shape)
+    notes: tuple[str, ...] = ()
+    if settings.rollout_batch == "auto":
+        settings, notes = _with_batch(settings, shape, plans, num_processes, memory_bytes)
     groups, n = settings.prompts_per_iteration, len(plans)
     counts = [plan.nfe(settings.group_size) for plan in plans]
     forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
@@ -108,23 +128,33 @@ def plan_costs(
     images = groups * sum(per_group) / n
     # Backward is twice the forward; a KL adds the reference's forward, per_step one before all of them.
     before_all = [algorithm.update == "per_step" and len(plan.noise_steps) > 1 for plan in plans]
-    passes = [3 + (algorithm.kl_beta > 0) + first for first in before_all]
+    recomputed = 1 if settings.gradient_checkpointing else 0
+    passes = [3 + (algorithm.kl_beta > 0) + first + recomputed for first in before_all]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
     watched = _watched_images(settings, num_prompts)
     eval_forwards = watched * settings.eval_num_steps
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
     flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
-    trained = _trained_params(settings, shape)
     memory = memory_of(settings, shape, plans, num_processes, trained)
+    if speeds is None and seconds_per_forward is not None:
+        speeds = given(shape, seconds_per_forward)
     seconds: dict[str, float] = {}
-    run_seconds = None
-    if seconds_per_forward is not None:
-        decode = shape.decode_flops / shape.forward_flops
-        parts = {"rollout": forwards["total"], "decode": images * decode, "update": update_cost}
-        seconds = {part: value * seconds_per_forward / num_processes for part, value in parts.items()}
-        watching = (eval_forwards + watched * decode) * seconds_per_forward
-        run_seconds = n * sum(seconds.values()) + watching / num_processes
-    notes = coinciding_tails(plans, settings)
+    run_seconds = released_hours = None
+    if speeds is not None:
+        parts = {
+            "rollout": (forwards["total"] - forwards["tails"]) * speeds.forward
+            + forwards["tails"] * speeds.tail,
+            "decode": images * speeds.decode,
+            "reward": images * speeds.reward,
+            "update": update_cost * speeds.update,
+        }
+        seconds = {part: value / num_processes for part, value in parts.items()}
+        watching = eval_forwards * speeds.forward + watched * (speeds.decode + speeds.reward)
+        run_seconds = n * sum(seconds.values()) + watching / num_processes + speeds.once
+    if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > LEAST_PARAMS:
+        naive = groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
+        released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
+    notes += coinciding_tails(plans, settings)
     if memory_bytes is not None:
         notes += _fit_notes(settings, shape, plans, num_processes, memory_bytes)
     return Costs(
@@ -138,16 +168,12 @@ def plan_costs(
         flops=flops,
         seconds=seconds,
         run_seconds=run_seconds,
+        num_processes=num_processes,
+        released_gpu_hours=released_hours,
+        rollout_batch=_int(settings.rollout_batch),
+        speeds=speeds,
         notes=notes,
     )
-
-
-def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
-    """The plan of every iteration: a window moves, and with it the counts."""
-    return [
-        algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
-        for train_step in range(settings.iterations)
-    ]
 
 
 def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ...]:
@@ -163,22 +189,6 @@ def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ..
                         f"{granularities[j]} give the same tail: one image, scored once, counts for both"
                     )
     return tuple(dict.fromkeys(lines))
-
-
-def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> float:
-    """Seconds per image of a no-grad forward, after one to warm up; the figure that `plan_costs` takes."""
-    cond = policy.encode(["a red circle on a white background"])
-    cond = cond[torch.zeros(batch, dtype=torch.long, device=cond.text.device)]
-    x = torch.zeros(batch, *policy.latent_shape, device=policy.device)
-    sigma = torch.full((batch,), 0.5, device=policy.device)
-    best = float("inf")
-    with torch.no_grad():
-        for repeat in range(repeats + 1):
-            start = time.perf_counter()
-            policy.velocity(x, sigma, cond).sum().item()  # .item() waits for the device
-            if repeat:
-                best = min(best, time.perf_counter() - start)
-    return best / batch
 
 
 def rows(costs: Costs) -> list[tuple[str, str, str]]:
@@ -200,8 +210,13 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
     table += [
         ("images an iteration", "decoded and scored", f"{costs.images:,.0f}"),
         ("forwards a run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
-        ("compute", "whole run", f"{costs.flops / 1e15:,.3g} PFLOP"),
+        (
+            "compute",
+            "whole run",
+            f"{costs.flops / 1e15:,.0f} PFLOP" if costs.flops > 1e17 else f"{costs.flops / 1e15:,.3g} PFLOP",
+        ),
     ]
+    table.append(("compute", "samples a rollout forward", f"{costs.rollout_batch:,}"))
     memory = costs.memory
     table += [("memory a device, always", part, _size(size)) for part, size in memory.always.items()]
     table.append(("memory a device, before", "text encoders", _size(memory.encoders)))
@@ -211,9 +226,37 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
     table.append(("memory a device", "peak, without rewards", peak))
     table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
     table += [("time an iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
-    if costs.run_seconds is not None:
-        table.append(("time", "whole run, without scoring", f"{costs.run_seconds / 3600:,.2f} h"))
+    if costs.run_seconds is not None and costs.speeds is not None:
+        table.append(("time an iteration", "all of it", f"{sum(costs.seconds.values()):,.1f} s"))
+        scoring = "" if costs.speeds.reward else ", without scoring"
+        hours = costs.run_seconds / 3600
+        devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""
+        table.append(("time", f"whole run{scoring}", f"{hours:,.2f} h{devices}"))
+        table.append(("time", f"whole run{scoring}", f"{hours * costs.num_processes:,.1f} device hours"))
+        table.append(("time", "figures from", costs.speeds.source))
+    if costs.released_gpu_hours is not None:
+        table.append(("time", "released code's forwards", f"{costs.released_gpu_hours:,.0f} device hours"))
     return table + [("note", "", note) for note in costs.notes]
+
+
+def _with_batch(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
+) -> tuple[Settings, tuple[str, ...]]:
+    """Settings with a number for rollout_batch="auto", and a note where there is none to give."""
+    unknown = settings.model_copy(update={"rollout_batch": 1})
+    if memory_bytes is None:
+        return unknown, ("rollout_batch=auto is chosen by the device's memory: say which, --memory GB",)
+    trained, usable = trained_params(settings, shape), round(USABLE * memory_bytes)
+    try:
+        batch = chosen_rollout_batch(settings, shape, plans, processes, trained, usable)
+    except ValueError:
+        return unknown, ()  # the notes say what does not fit
+    return settings.model_copy(update={"rollout_batch": batch}), ()
+
+
+def _int(batch: int | str) -> int:
+    assert not isinstance(batch, str)
+    return batch
 
 
 def _watched_images(settings: Settings, num_prompts: int | None) -> int:
@@ -230,10 +273,6 @@ def _watched_images(settings: Settings, num_prompts: int | None) -> int:
     # Each prompt of a set has as many pictures as the others.
     sets = [math.ceil(asked / min(asked, found)) * min(asked, found) for found in sources if asked]
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
-
-
-def _trained_params(settings: Settings, shape: FluxShape) -> int:
-    return shape.lora_params_per_rank * settings.lora_rank or shape.transformer_params
 
 
 def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
@@ -262,7 +301,7 @@ def _fit_notes(
 
     def memory(changes: dict[str, Any]) -> Memory:
         changed = settings.model_copy(update=changes)
-        return memory_of(changed, shape, plans, num_processes, _trained_params(changed, shape))
+        return memory_of(changed, shape, plans, num_processes, trained_params(changed, shape))
 
     now = memory({})
     if now.peak <= memory_bytes:

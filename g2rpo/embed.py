@@ -22,6 +22,7 @@ from rich.text import Text
 
 from g2rpo.before_after import Comparison
 from g2rpo.conditioning import EmbeddingCache
+from g2rpo.distributed import any_process, gathered, rank, world_size
 from g2rpo.interrupt import interruptible
 from g2rpo.metrics import format_seconds
 from g2rpo.models import resolve_device
@@ -35,6 +36,8 @@ from g2rpo.settings import Settings
 
 LINE_SECONDS = 10.0
 """Between lines of progress where there is no terminal to draw a bar on."""
+
+INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 
 
 def run_prompts(settings: Settings) -> list[str]:
@@ -159,38 +162,83 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> Embedded
     Raises:
         ValueError: prompts or a model that cannot be read, or no space for the embeddings.
     """
-    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    console = Console(quiet=True) if rank else console or Console()
+    number, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    console = Console(quiet=True) if number else console or Console()
     say = _speaker(console)
     texts = run_prompts(settings)
     policy = text_encoders(settings, _own_device(settings.device))
-    cache = EmbeddingCache(settings.cache)
     # A share of all prompts, not of the missing ones: the processes look at different moments.
-    mine = texts[rank::processes]
-    missing = cache.missing(policy, mine)
-    there, added = len(mine) - len(missing), 0
+    mine = texts[number::processes]
+    filling = _Filling(EmbeddingCache(settings.cache), policy, mine, console)
+    there = len(mine) - len(filling.missing)
     own = f" (this process's share of {processes}: {len(mine)})" if processes > 1 else ""
-    say(f"{len(texts)} different prompts{own}: {there} are embedded already, {len(missing)} to do")
+    say(f"{len(texts)} different prompts{own}: {there} are embedded already, {len(filling.missing)} to do")
 
     with interruptible():
         try:
-            with _progress(console, len(missing)) as progress:
-
-                def count(done: int, total: int) -> None:
-                    nonlocal added
-                    added = done
-                    progress(done)
-
-                cache.fill(policy, missing, progress=count)
+            filling.run()
         except KeyboardInterrupt:
-            say(f"interrupted; {added} embeddings are kept, the same command goes on")
-            return Embedded(len(texts), len(mine), there, added, True, [])
+            say(INTERRUPTED.format(filling.added))
+            return Embedded(len(texts), len(mine), there, filling.added, True, [])
     cuts = cut_prompts(policy.text, texts)
     sources = dict.fromkeys(source for source in (settings.prompts, settings.eval_prompts) if source)
     for line in (*(_said(read_prompts(source)[1]) for source in sources), *map(str, cuts)):
         say(line)
     _say_disk(say, EmbeddingCache(settings.cache), policy)
-    return Embedded(len(texts), len(mine), there, added, False, cuts)
+    return Embedded(len(texts), len(mine), there, filling.added, False, cuts)
+
+
+class EmbeddingInterrupted(Exception):
+    """A signal ended a run before its first iteration; what was embedded is kept."""
+
+
+def embed_missing(settings: Settings, device: torch.device) -> None:
+    """What `train` does first: a run's prompts that are not in the cache, shared among its processes.
+
+    Raises:
+        EmbeddingInterrupted: on every process, when a signal came to any of them.
+        ValueError: as `embed_run`.
+    """
+    console = Console(quiet=rank() > 0)
+    texts, encoders = run_prompts(settings), text_encoders(settings, device)
+    cache = EmbeddingCache(settings.cache)
+    filling = _Filling(cache, encoders, texts[rank() :: world_size()], console)
+    if missing := len(cache.missing(encoders, texts)):
+        _speaker(console)(f"embedding {missing} prompts")
+    with interruptible() as interrupt:
+        try:
+            interrupt.together(filling.run)
+            if any_process(interrupt.asked):  # it came to one that was done and waited
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            _speaker(console)(INTERRUPTED.format(sum(gathered(filling.added))))
+            raise EmbeddingInterrupted from None
+    encoders.text.unload()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class _Filling:
+    """One process's prompts on their way into the cache, with progress on a console.
+
+    Attributes:
+        missing: those that were not there. added: how many of these are there by now.
+    """
+
+    def __init__(
+        self, cache: EmbeddingCache, encoders: Encoders, prompts: Sequence[str], console: Console
+    ) -> None:
+        self._cache, self._encoders, self._console = cache, encoders, console
+        self.missing, self.added = cache.missing(encoders, prompts), 0
+
+    def run(self) -> None:
+        with _progress(self._console, len(self.missing)) as progress:
+
+            def count(done: int, total: int) -> None:
+                self.added = done
+                progress(done)
+
+            self._cache.fill(self._encoders, self.missing, progress=count)
 
 
 def _own_device(setting: str) -> torch.device:

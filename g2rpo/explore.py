@@ -14,7 +14,8 @@ Axes: R reward, P prompt, K noisy step, J granularity, G member, L tokens, C cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from g2rpo.stopwatch import Stopwatch
 from g2rpo.tree import make_tree
 
 Key = tuple[int, int, int]
+Tails = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def sample(
     rollout_batch: int = 24,
     noise: str = "independent",
     stopwatch: Stopwatch | None = None,
+    tails: Tails = nullcontext,
 ) -> Samples:
     """Everything that the policy makes for a plan: P prompts, G members each.
 
@@ -132,6 +135,7 @@ def sample(
         rollout_batch: most samples in one forward.
         noise: how the members' noise depends on each other's, see `noise.group_noise`.
         stopwatch: gets the laps "anchor" and "tails" (with the noisy steps of a path).
+        tails: entered for the forwards that only a reward sees, such as FluxPolicy.tails.
     """
     if len(cond) != len(prompt_indices) or not prompt_indices:
         raise ValueError(f"{len(cond)} rows of conditioning for {len(prompt_indices)} prompts; give one each")
@@ -150,7 +154,11 @@ def sample(
     if stopwatch is not None:
         stopwatch.lap("anchor")
     noise_here = _on(policy.device, drawn)
-    samples = grow(forwards, plan, levels, anchor, noise_here, keys, diffusion=diffusion, eta=eta)
+    with ExitStack() as entered:
+        samples = grow(
+            forwards, plan, levels, anchor, noise_here, keys,
+            diffusion=diffusion, eta=eta, at_tails=lambda: entered.enter_context(tails()),
+        )  # fmt: skip
     if stopwatch is not None:
         stopwatch.lap("tails")
     return samples
@@ -183,6 +191,7 @@ def grow(
     *,
     diffusion: str,
     eta: float,
+    at_tails: Callable[[], object] = lambda: None,
 ) -> Samples:
     """All branches from the anchor's states to their images.
 
@@ -190,6 +199,7 @@ def grow(
         levels: of every position, on the CPU.
         noise: standard normal [K, P, G, L, C].
         keys: of the prompts, for what is drawn later.
+        at_tails: called before the forwards from which on only a reward sees what comes out.
     """
     tree = make_tree(plan)
     num_noisy, num_prompts, group_size = noise.shape[:3]
@@ -207,7 +217,9 @@ def grow(
     nodes = [anchor.states[position].repeat_interleave(group_size, 0) for position in starts]
     # dpm2m looks one image prediction back, over the noisy step too
     history: list[tuple[Tensor, int] | None] = [None] * len(nodes)
-    for wave, wave_sigma in zip(tree.waves, sigma, strict=True):
+    for number, (wave, wave_sigma) in enumerate(zip(tree.waves, sigma, strict=True)):
+        if number == tree.first_of_tails:
+            at_tails()
         if wave is tree.waves[0]:
             velocities = [anchor.velocities[position].repeat_interleave(group_size, 0) for position in starts]
         else:

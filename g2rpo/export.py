@@ -228,6 +228,8 @@ def model_card(
     licence = base_licence(policy.folder)
     embedded = is_tiny(settings.model)
     base = "the embedded model of g2rpo" if embedded else settings.model
+    given = Path(settings.weights or "").name
+    origin = f"{base} with the weights of {given}" if given else base
     head = ["library_name: diffusers", "pipeline_tag: text-to-image"]
     head += [] if embedded or Path(settings.model).exists() else [f"base_model: {settings.model}"]
     head += [f"{key}: {value}" for key, value in licence.items()]
@@ -241,7 +243,7 @@ def model_card(
         "",
         f"# {Path(settings.out).name}",
         "",
-        f"{base}, trained for {iteration} iterations with {settings.algorithm} (g2rpo) on: {rewards}.",
+        f"{origin}, trained for {iteration} iterations with {settings.algorithm} (g2rpo) on: {rewards}.",
         "",
         *_loading(settings, policy, kind),
         "",
@@ -254,7 +256,8 @@ def model_card(
         "## Licence",
         "",
         f"These weights derive from {base} and stay under its terms"
-        + (f": {terms}." if terms else "; its files state none, so ask its owner before using them."),
+        + (f": {terms}." if terms else "; its files state none, so ask its owner before using them.")
+        + (f" {given} may have terms of its own." if given else ""),
         "",
         "## Settings",
         "",
@@ -270,6 +273,11 @@ def _loading(settings: Settings, policy: FluxPolicy, kind: Kind) -> list[str]:
     embedded, config = is_tiny(settings.model), policy.module.config
     width = config.num_attention_heads * config.attention_head_dim
     file = COMFYUI_LORA_FILE if kind == "comfyui" else SINGLE_FILE
+    if kind in ADAPTERS and settings.weights:
+        place = f"{settings.model} with the weights of {settings.weights}"
+        sample = ["```sh", 'g2rpo sample "THIS FOLDER" --prompt "…"', "```"]
+        other = "For other programs, `g2rpo export RUN --layout diffusers` makes one model of all three."
+        return [f"These adapters belong onto {place}; this puts them there:", "", *sample, "", other]
     if kind in ("comfyui", "single_file") and width != FLUX_WIDTH:
         return [
             f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's is "

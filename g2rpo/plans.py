@@ -18,7 +18,8 @@ in the same state. T = 16, K = 8, G = 12, strides 1, 2, 3: 16 + 1,692 = 1,708 in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from g2rpo.schedule import compressed_sigmas, tail
 
 SOLVERS = ("euler", "dpm2m")
 WINDOW_ORDERS = ("progressive", "decay", "random")
+STEP_DRAWS = ("even", "spread")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class Branch:
 
     noise_steps: tuple[int, ...]
     tails: tuple[tuple[int, ...], ...]
+
+    @property
+    def forwards(self) -> int:
+        """Of one member: later noisy steps, and each distinct prefix of the tails once."""
+        prefixes = {positions[:end] for positions in self.tails for end in range(1, len(positions))}
+        return len(self.noise_steps) - 1 + len(prefixes)
 
 
 @dataclass(frozen=True)
@@ -129,10 +137,7 @@ class Plan:
             forwards_per_sample: 2 where the policy runs classifier-free guidance.
         """
         per_member_sde = sum(len(branch.noise_steps) - 1 for branch in self.branches)
-        per_member_tails = sum(
-            len({positions[:end] for positions in branch.tails for end in range(1, len(positions))})
-            for branch in self.branches
-        )
+        per_member_tails = sum(branch.forwards for branch in self.branches) - per_member_sde
         trained = len(self.noise_steps) if self.num_trained is None else self.num_trained
         shared_update = self.shares_states and self.num_trained is None
         parts = {
@@ -143,6 +148,14 @@ class Plan:
         parts["total"] = sum(parts.values())
         parts["update"] = trained if shared_update else group_size * trained
         return {name: forwards_per_sample * count for name, count in parts.items()}
+
+    def naive_forwards(self, group_size: int) -> int:
+        """Forwards of one group where nothing is shared but the anchor: 2,188 for the paper's settings."""
+        by_branch = (
+            len(branch.noise_steps) + sum(len(positions) - 1 for positions in branch.tails)
+            for branch in self.branches
+        )
+        return self.anchor_evaluations + group_size * sum(by_branch)
 
 
 class PlanRule(Protocol):
@@ -255,11 +268,17 @@ class Singular:
         train_steps: the noisy steps, each explored from the shared anchor state.
         granularities: strides of the tails, the set Lambda.
         tail_rule: "released" or "paper", see `schedule.tail`.
+        num_drawn: how many of them an iteration explores, drawn anew each time; None = all.
+        draw: "even", or "spread": a step's chance grows with `spread` over the forwards that it costs.
+        spread: of the rewards at each of train_steps, in any unit; () = not known yet.
     """
 
     train_steps: tuple[int, ...] = tuple(range(8))
     granularities: tuple[int, ...] = (1, 2, 3)
     tail_rule: str = "released"
+    num_drawn: int | None = None
+    draw: str = "even"
+    spread: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.train_steps or not self.granularities:
@@ -270,9 +289,18 @@ class Singular:
         for name in ("train_steps", "granularities"):
             if len(set(getattr(self, name))) != len(getattr(self, name)):
                 raise ValueError(f"{name} names an entry twice: {getattr(self, name)}")
+        if self.draw not in STEP_DRAWS:
+            raise ValueError(f"unknown step_draw {self.draw!r}: use one of {', '.join(STEP_DRAWS)}")
+        if self.num_drawn is not None and not 1 <= self.num_drawn <= len(self.train_steps):
+            raise ValueError(
+                f"steps_per_iteration must be in 1..{len(self.train_steps)}, the number of train_steps, "
+                f"got {self.num_drawn}"
+            )
+        if self.draw != "even" and self.num_drawn is None:
+            raise ValueError(f"step_draw={self.draw} draws nothing without steps_per_iteration; set that too")
 
     def plan(self, num_steps: int, seed: int, train_step: int) -> Plan:
-        """The same plan at every train step."""
+        """All of train_steps, or this train step's draw of them."""
         if min(self.train_steps) < 0 or max(self.train_steps) > num_steps - 2:
             raise ValueError(
                 f"train_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, "
@@ -282,7 +310,28 @@ class Singular:
             Branch((k,), tuple(tuple(tail(num_steps, k + 1, s, self.tail_rule)) for s in self.granularities))
             for k in self.train_steps
         )
+        if self.num_drawn is not None and self.num_drawn < len(branches):
+            branches = tuple(branches[b] for b in self._drawn(branches, seed, train_step))
         return Plan(num_steps, branches, finish_anchor=True)
+
+    def aimed(self, spread: Mapping[int, float]) -> Singular:
+        """The same rule with what was measured so far: spread of the rewards by noise step."""
+        if self.draw == "even" or not spread:
+            return self
+        usual = sum(spread.values()) / len(spread)  # for a step that was not drawn yet
+        return replace(self, spread=tuple(spread.get(k, usual) for k in self.train_steps))
+
+    def _drawn(self, branches: tuple[Branch, ...], seed: int, train_step: int) -> list[int]:
+        """Which branches, in order; without replacement."""
+        chances = None
+        if any(self.spread):
+            # A step of no spread at all keeps a small chance: its spread may come back.
+            floor = 0.05 * max(self.spread)
+            worth = [max(s, floor) / branch.forwards for s, branch in zip(self.spread, branches, strict=True)]
+            chances = np.asarray(worth) / sum(worth)
+        generator = np.random.default_rng((seed, train_step))
+        found = generator.choice(len(branches), size=self.num_drawn, replace=False, p=chances)
+        return sorted(int(b) for b in found)
 
 
 def random_start(num_steps: int, width: int, key: int | tuple[int, ...]) -> int:

@@ -49,9 +49,10 @@ def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tenso
     nfe = plan.nfe(settings.group_size, policy.forwards_per_sample)["total"]
     what = f"adapters of rank {settings.lora_rank}" if settings.lora_rank else "all weights"
     many = f" on {world_size()} processes" if world_size() > 1 else ""
+    own = f" with {settings.weights}" if settings.weights else ""
     where = f"from iteration {step} on, " if step else ""
     return (
-        f"{settings.algorithm} on {settings.model}: {what} ({count / 1e6:.1f} M){many}, "
+        f"{settings.algorithm} on {settings.model}{own}: {what} ({count / 1e6:.1f} M){many}, "
         f"{settings.prompts_per_iteration} prompts x {nfe} forwards an iteration, {where}"
         f"{policy.device}, {settings.precision}; folder {Path(settings.out).expanduser()}"
     )

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint
 from g2rpo.config import read_settings
 from g2rpo.models import load_policy
+from g2rpo.models.files import transformer_config
 from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
-from g2rpo.models.weights import weight_file
+from g2rpo.models.network import Training, bare_network
+from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
 from g2rpo.settings import Settings
 
 EXPORT_FILE = "g2rpo.json"
@@ -35,8 +38,23 @@ ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
 
 def policy_of(settings: Settings, **changes: Any) -> FluxPolicy:
     """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
-    arguments: dict[str, Any] = {name: getattr(settings, name) for name in ("device", *ADAPTERS, *CONDITIONS)}
+    names = ("device", "weights", *ADAPTERS, *CONDITIONS)
+    arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
     return load_policy(settings.model, **(arguments | _given(changes)))
+
+
+def check_weights(settings: Settings, mesh: DeviceMesh | None = None) -> None:
+    """Does the setting `weights` fit its model? From the headers of its files, before anything is loaded.
+
+    Args:
+        mesh: that the run will be sharded over.
+
+    Raises:
+        ValueError: it does not, or cannot be read by several processes.
+    """
+    if settings.weights is not None:
+        training = Training(lora_rank=settings.lora_rank, base_dtype=settings.base_dtype, mesh=mesh)
+        bare_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
 
 
 def open_policy(
@@ -54,7 +72,8 @@ def open_policy(
     """The policy that `model` names (see the top of this file).
 
     Args:
-        base: model that a LoRA or bare weights belong to; an exported LoRA knows its own.
+        base: model that a LoRA or bare weights belong to; an exported LoRA knows its own, and the weights
+            that its run put onto it. A `base` given here is taken as it is.
         Others: None: the run's or the export's own, else as `load_policy` has it. What the first of two
             policies has as its `conditions` makes the second a fair comparison.
 
@@ -82,12 +101,15 @@ def open_policy(
     arguments = _given(own) | _given(changes)
     if not _is_weights(path):
         return load_policy(str(model), **arguments)
+    file = weight_file(path)
+    adapters = file is not None and file.name in (LORA_FILE, COMFYUI_LORA_FILE)
+    below = None if base or not adapters else record.get("settings", {}).get("weights")
     base = base or record.get("base_model")
     if base is None:
         raise ValueError(
             f"{model} holds weights alone; say which model they belong to: base=NAME, or --base NAME"
         )
-    return load_policy(base, weights=path, **arguments)
+    return load_policy(base, weights=[*([below] if below else []), path], **arguments)
 
 
 def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, dict[str, Any]]:
@@ -106,7 +128,9 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
     settings = read_settings(run)
-    policy = policy_of(settings, **changes)
+    # The checkpoint holds all that was trained: without adapters nothing of `weights` is left.
+    own = settings if settings.lora_rank else settings.model_copy(update={"weights": None})
+    policy = policy_of(own, **changes)
     state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
     if settings.ema_decay:
         _load_ema(policy, checkpoint)

@@ -38,6 +38,9 @@ class Settings(BaseModel):
     model: Text = "tiny"
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped tuning), a diffusers folder or a hub name, or
     `random:flux-dev` (FLUX.1-dev's size, random weights, no download: a rehearsal)."""
+    weights: Text | None = None
+    """A .safetensors file of transformer weights, in diffusers' names or the original's, that take the place
+    of the base's before training; None = the base's own."""
     lora_rank: CountOrOff = 0
     """Rank of the trained adapters; 0 trains every weight (for FLUX.1 about 7 times the memory)."""
     lora_alpha: Positive | None = None
@@ -49,7 +52,8 @@ class Settings(BaseModel):
     gradient_checkpointing: bool = False
     """Recompute the blocks in the backward pass: far less memory for a forward more of the update."""
     compile_blocks: bool = False
-    """Compile the rollout's forwards, block by block (minutes at the start, a third faster on an H100)."""
+    """Compile the rollout's forwards, block by block, and on a GPU the VAE's decoder: about a minute at the
+    start, then two thirds of the time on an H100 or H200."""
     shard_size: Count | None = None
     """Processes that share one copy of the trained weights, such as those of one node; None = all of them."""
     guidance: NotNegative = 3.5
@@ -63,6 +67,9 @@ class Settings(BaseModel):
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
     """Of the policy's forwards; tf32: float32 whose products are rounded on the GPU. States, log-probs and
     trained weights are float32 in these three. float64 is for checks."""
+    tails_precision: Literal["compute", "float8"] = "compute"
+    """`float8` multiplies in 8 bits where only a reward sees the result (torchao; needs bfloat16 and a GPU of
+    compute capability 8.9): 1.4 times as fast on an H200; docs/performance.md says what it changes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto = cuda where there is one."""
     sigma_rounding: Literal["exact", "released"] = "exact"
@@ -77,6 +84,10 @@ class Settings(BaseModel):
     """Schedule shift s in sigma = s t / (1 + (s - 1) t); 1 = even steps."""
     train_steps: Count | list[CountOrOff] | None = None
     """Noise steps that are explored and trained: the first n, or a list of indices in 0..num_steps - 2."""
+    steps_per_iteration: Count | None = None
+    """So many of train_steps, drawn anew each iteration, are explored; None = all. Cost falls with it."""
+    step_draw: Literal["even", "spread"] | None = None
+    """Chances of that draw: even, or by the rewards' running spread at a step over its forwards."""
     granularities: list[Count] | None = None
     """Strides of the tails that judge each explored state; one image per step, member and stride."""
     tail_rule: Literal["released", "paper"] | None = None
@@ -119,6 +130,8 @@ class Settings(BaseModel):
     """Training prompts: a txt, json, jsonl, csv or parquet file, or world:NAME of the embedded world."""
     prompts_per_iteration: Count = 4
     """Groups of one iteration, over all processes; forwards = this times those of a group."""
+    skip_flat: bool = False
+    """Pass a prompt over at its next visit if its group's rewards were all equal: it taught nothing."""
     rewards: dict[str, float] = {"tiny_preference": 1.0}
     """Reward name (or module:function) -> weight of its advantages. Each is normalised by itself first."""
     max_invalid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -182,8 +195,9 @@ class Settings(BaseModel):
     """Newest checkpoints that stay."""
     keep_every: CountOrOff = 0
     """Checkpoints at multiples of this stay for good; 0 = none."""
-    rollout_batch: Count = 24
-    """Samples of one rollout forward, per process; memory grows with it, results change by rounding only."""
+    rollout_batch: Count | Literal["auto"] = 24
+    """Samples of one rollout forward, per process; memory grows with it, results change by rounding only.
+    auto = the most that fit on every process, chosen at the start and kept with the run."""
     decode_batch: Count = 24
     """Images decoded and scored at once, per process."""
     update_batch: Count = 16
@@ -248,6 +262,10 @@ class Settings(BaseModel):
                 f"base_dtype={self.base_dtype} stores a frozen base; with lora_rank=0 all weights are "
                 "trained in float32: set lora_rank or drop it"
             )
+        if self.tails_precision == "float8":
+            from g2rpo.models.low_precision import check_float8  # torch only where it is asked for
+
+            check_float8(self.precision, self.base_dtype)
         if self.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
             raise ValueError("optimizer=adamw8bit needs torchao, which is not installed: pip install torchao")
         if self.stop_after is not None and self.stop_after > self.iterations:
@@ -280,16 +298,20 @@ class Settings(BaseModel):
         return {key: value for key, value in self.resolved().model_dump().items() if key not in MAY_CHANGE}
 
     def check_files(self) -> None:
-        """Is every prompt source there, and are the run folder and the cache writable?
+        """Are prompts and weights there, and are the run folder and the cache writable?
 
         Raises:
-            ValueError: no such prompt source, or a folder that cannot be made or written.
+            ValueError: no such prompt source or file of weights, or a folder that cannot be made or written.
         """
         check_source(self.prompts)
         if self.eval_prompts is not None:
             check_source(self.eval_prompts)
         if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).expanduser().is_dir():
             raise ValueError(f"model={self.model!r} reads as a folder, and there is none")
+        if self.weights is not None:
+            file = Path(self.weights).expanduser()
+            if file.suffix != ".safetensors" or not file.is_file():
+                raise ValueError(f"weights={self.weights!r} is no .safetensors file; give the path of one")
         for name, text in (("out", self.out), ("cache", self.cache)):
             folder = Path(text).expanduser().absolute()
             nearest = next(place for place in (folder, *folder.parents) if place.exists())
@@ -301,7 +323,8 @@ class Settings(BaseModel):
 
 # Fields that are a preset's keywords.
 ALGORITHM_OPTIONS = (
-    "num_steps", "shift", "train_steps", "granularities", "tail_rule", "eta", "diffusion", "clip_range",
+    "num_steps", "shift", "train_steps", "steps_per_iteration", "step_draw", "granularities", "tail_rule",
+    "eta", "diffusion", "clip_range",
     "advantage_clip", "advantage_std", "kl_beta", "update", "train_fraction", "window", "window_hold",
     "window_stride", "window_order", "roll_back", "flash",
 )  # fmt: skip

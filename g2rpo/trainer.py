@@ -36,9 +36,11 @@ from g2rpo.distributed import (
     start_processes,
     world_size,
 )
-from g2rpo.embed import run_prompts, text_encoders
+from g2rpo.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.explore import sample
+from g2rpo.focus import Focus
 from g2rpo.interrupt import Interrupt, interruptible
+from g2rpo.memory import agreed_rollout_batch
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models import resolve_device
 from g2rpo.models.flux import FluxPolicy
@@ -50,7 +52,7 @@ from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
 from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described
-from g2rpo.saved import policy_of
+from g2rpo.saved import check_weights, policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
 from g2rpo.stopwatch import Stopwatch, peak_memory
@@ -67,6 +69,10 @@ def train(settings: Settings) -> Run:
     """
     try:
         return Trainer(settings).run()
+    except EmbeddingInterrupted:
+        out = Path(settings.out).expanduser()
+        kept = latest_checkpoint(out)
+        return Run(out, read_state(kept)["iteration"] if kept else 0, False, True)
     finally:
         end_processes()
 
@@ -93,6 +99,7 @@ class Trainer:
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
         self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
         self.stream = PromptStream(prompts, settings.seed)
+        self.focus = Focus(self.stream, settings.skip_flat)
         self.checkpoint = checkpoint_to_resume(settings)
         met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
         self.comparison = Comparison.of(
@@ -104,14 +111,18 @@ class Trainer:
 
         if settings.deterministic:
             torch.use_deterministic_algorithms(True)
+        check_weights(settings, mesh)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = load_rewards(names, device)
-        self._embed(device)
+        embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
+        kept = {} if self.checkpoint is None else read_state(self.checkpoint)
+        self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
         self.policy: FluxPolicy = policy_of(
             settings,
             gradient_checkpointing=settings.gradient_checkpointing,
             compiled=settings.compile_blocks,
+            tails_precision=settings.tails_precision,
             mesh=mesh,
         )
         self.cache = EmbeddingCache(settings.cache)
@@ -126,7 +137,7 @@ class Trainer:
         self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
         self.watcher = Watcher(
             self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
-            settings.rollout_batch,
+            self.rollout_batch,
         )  # fmt: skip
         shown = prompts[: settings.num_sample_prompts]
         self.schedule = Schedule(
@@ -140,7 +151,7 @@ class Trainer:
         """The loop."""
         settings = self.settings
         if self.checkpoint is not None:
-            state = {"module": self.policy.module, "optimizer": self.optimizer}
+            state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.focus}
             rest = load_checkpoint(self.checkpoint, state | ({"ema": self.ema} if self.ema else {}))
             self.step = rest["iteration"]
         else:  # a checkpoint brings its generators with it
@@ -193,7 +204,8 @@ class Trainer:
 
     def _iterate(self, writer: MetricsWriter, progress: Progress, interrupt: Interrupt) -> None:
         began = time.perf_counter()
-        rollouts, cond, told = interrupt.together(self.explore)
+        with interrupt.deferred(), self.policy.resident():  # all gather the weights together
+            rollouts, cond, told = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
             learned = self.learn(rollouts, cond)
             metrics = {"step": self.step, "seconds": time.perf_counter() - began, **told, **learned}
@@ -204,36 +216,36 @@ class Trainer:
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
         """First half of an iteration: its prompts, what the policy makes of them, what the rewards say.
 
-        Of several processes each explores its share; they communicate nothing meanwhile.
+        Of several processes each explores its share; within `policy.resident()` they communicate nothing.
         """
         settings, algorithm = self.settings, self.algorithm
         stopwatch = Stopwatch(self.policy.device)
         share = settings.prompts_per_iteration // world_size()
-        position = self.step * settings.prompts_per_iteration + rank() * share
-        prompts = self.stream.at(position, share)
+        positions = self.focus.upcoming(settings.prompts_per_iteration)[rank() * share :][:share]
+        prompts = [self.stream.at(position, 1)[0] for position in positions]
         texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
         cond = self.cache.get(self.policy, texts)
-        with self.policy.resident():
-            samples = sample(
-                self.policy,
-                algorithm.plan.plan(algorithm.num_steps, settings.seed, self.step),
-                self.sigmas,
-                cond,
-                group_size=settings.group_size,
-                diffusion=algorithm.diffusion,
-                eta=algorithm.eta,
-                seed=settings.seed,
-                iteration=self.step,
-                prompt_indices=range(position, position + len(prompts)),
-                rollout_batch=settings.rollout_batch,
-                noise=settings.noise,
-                stopwatch=stopwatch,
-            )
-            trained = {name: self.rewards[name] for name in settings.rewards}
-            rollouts = score(
-                self.policy, samples, trained, texts, metadata,
-                decode_batch=settings.decode_batch, stopwatch=stopwatch,
-            )  # fmt: skip
+        samples = sample(
+            self.policy,
+            self.focus.aimed(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            self.sigmas,
+            cond,
+            group_size=settings.group_size,
+            diffusion=algorithm.diffusion,
+            eta=algorithm.eta,
+            seed=settings.seed,
+            iteration=self.step,
+            prompt_indices=positions,
+            rollout_batch=self.rollout_batch,
+            noise=settings.noise,
+            stopwatch=stopwatch,
+            tails=self.policy.tails,
+        )
+        trained = {name: self.rewards[name] for name in settings.rewards}
+        rollouts = score(
+            self.policy, samples, trained, texts, metadata,
+            decode_batch=settings.decode_batch, stopwatch=stopwatch,
+        )  # fmt: skip
         told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
         return rollouts, cond, {"nfe": samples.nfe["total"] * world_size(), **told}
 
@@ -263,7 +275,9 @@ class Trainer:
         )
         self._average()
         self.step += 1
-        rewards = reward_metrics(judged, list(settings.rewards), advantages, algorithm.advantage_clip)
+        names = list(settings.rewards)
+        rewards = reward_metrics(judged, names, advantages, algorithm.advantage_clip)
+        rewards |= self.focus.see(judged, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
     @torch.no_grad()
@@ -293,7 +307,8 @@ class Trainer:
         state: dict[str, Any] = {
             "module": self.policy.module,
             "optimizer": self.optimizer,
-            "prompt_position": self.step * self.settings.prompts_per_iteration,
+            "focus": self.focus,
+            "rollout_batch": self.rollout_batch,
         }
         save_checkpoint(
             self.out,
@@ -302,22 +317,6 @@ class Trainer:
             keep_last=self.settings.keep_last,
             keep_every=self.settings.keep_every,
         )
-
-    def _embed(self, device: torch.device) -> None:
-        """Every prompt of the run through the text encoders, once, if it is not in the cache.
-
-        Before the policy is loaded: on a small GPU both do not fit. Interrupted, it goes on where it was.
-        """
-        encoders, texts = text_encoders(self.settings, device), run_prompts(self.settings)
-        missing = len(EmbeddingCache(self.settings.cache).missing(encoders, texts))
-        if missing and rank() == 0:
-            print(f"embedding {missing} prompts", flush=True)
-        # A share of all texts, not of what is missing: that changes while the others write.
-        EmbeddingCache(self.settings.cache).fill(encoders, texts[rank() :: world_size()])
-        encoders.text.unload()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        barrier()
 
     def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> None:
         ends = self.step in (0, self.settings.iterations)

@@ -65,6 +65,12 @@ class Tree:
     images: tuple[tuple[int, ...], ...]
     num_images: int
 
+    @property
+    def first_of_tails(self) -> int:
+        """Number of the wave from which on all forwards count as tails."""
+        before = [n for n, wave in enumerate(self.waves) if set(wave.parts) != {"tails"}]
+        return 1 + max(before)
+
 
 def make_tree(plan: Plan) -> Tree:
     """Waves and images of a plan."""

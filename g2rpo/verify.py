@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from g2rpo.doctor import Row
-from g2rpo.models.files import PARTS, component_class, config_folder, read_json
-from g2rpo.models.known import FLUX_1_DEV, KNOWN, RANDOM
+from g2rpo.models.files import PARTS, component_class, read_json, transformer_config
+from g2rpo.models.known import FLUX_1_DEV
 from g2rpo.models.layout import is_original, original_prefix, to_original
 from g2rpo.models.lora_layout import adapters, comfyui_names, is_lora
-from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.models.weights import weight_file
 from g2rpo.saved import export_record
 
@@ -272,12 +271,7 @@ def _problems(name: str, problems: Mapping[str, tuple[Iterable[str], str]]) -> l
 
 def _transformer_config(base: str | None) -> Mapping[str, Any]:
     """Configuration of the transformer of `base`; ValueError where there is none."""
-    known = {"": FLUX_1_DEV} | KNOWN | RANDOM
-    if (base or "") in known:
-        return known[base or ""]["transformer"]
-    assert base is not None
-    folder = tiny_folder(base)[0] if is_tiny(base) else config_folder(base)
-    return read_json(folder / "transformer" / "config.json")
+    return transformer_config(base) if base else FLUX_1_DEV["transformer"]
 
 
 def _diffusers_shapes(part: str, config: Mapping[str, Any]) -> Shapes:

@@ -69,8 +69,8 @@ class Watcher:
         """[N, 3, H, W] in [0, 1], 8-bit values, on the CPU."""
         prompts, seeds = pictures.prompts[_share()], pictures.seeds[_share()]
         drawn = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-        if prompts:
-            with self.policy.resident():
+        with self.policy.resident():  # a process without pictures too: all of them gather the weights
+            if prompts:
                 images = sample_images(
                     self.policy,
                     prompts,
@@ -80,7 +80,7 @@ class Watcher:
                     batch=self.batch,
                     cond=self.cache.get(self.policy, prompts),
                 )
-            drawn = (images * 255).round().to(torch.uint8)
+                drawn = (images * 255).round().to(torch.uint8)
         return _merged(drawn).float() / 255
 
     def scores(self, pictures: PictureSet, images: Tensor) -> dict[str, Tensor]:

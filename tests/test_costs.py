@@ -9,10 +9,11 @@ from random_flux import save_random_flux
 
 from g2rpo.checkpoint import save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
-from g2rpo.costs import measure_forward, plan_costs, rows
+from g2rpo.costs import plan_costs, rows
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.saved import policy_of
 from g2rpo.settings import Settings
+from g2rpo.speeds import measure_forward
 
 FLUX = {"model": "black-forest-labs/FLUX.1-dev", "resolution": 720, "precision": "bfloat16", "device": "cuda"}
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from random_flux import WORDS, save_random_flux
 from rich.console import Console
+from typer.testing import CliRunner
 
+from g2rpo.__main__ import app
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.embed import cut_prompts, embed_run, run_prompts, text_encoders
 from g2rpo.models.flux import FluxPolicy
@@ -131,6 +133,33 @@ def test_interrupted_it_goes_on(settings, monkeypatch):
     assert not again.interrupted and (again.there, again.added) == (4, 5)
     assert encoded[6:] == run_prompts(whole)[4:] and "4 are embedded already, 5 to do" in said
     assert told_by(whole)[0].added == 0
+
+
+def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, monkeypatch):
+    """A real signal to the command, before any model is loaded; then the same command again."""
+    monkeypatch.setattr("g2rpo.conditioning.SHARD_PROMPTS", 2)
+    whole, encode, encoded = settings(), FluxText.encode, []
+    small = ["num_steps=3", "train_steps=1", "granularities=[1]", "group_size=2", "eval_num_steps=1"]
+    small += ["rewards={colourfulness=1.0}", "compare_images=0", "eval_every=0", "tensorboard=false"]
+    shared = [f"{name}={getattr(whole, name)}" for name in whole.model_fields_set]
+    words = ["train", "tiny", *shared, *small]
+
+    def encode_until_signal(self, prompts):
+        encoded.extend(prompts)
+        if len(encoded) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return encode(self, prompts)
+
+    monkeypatch.setattr(FluxText, "encode", encode_until_signal)
+    with monkeypatch.context() as patch:
+        patch.setattr("g2rpo.trainer.policy_of", lambda *_, **__: pytest.fail("went on without embeddings"))
+        stopped = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert stopped.exit_code == 130 and not (tmp_path / "run").exists()
+    assert "embedding 5 prompts\n" in stopped.output
+    assert "interrupted; 2 embeddings are kept, the same command goes on\n" in stopped.output
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0 and "step 2/2" in done.output and "3/3 prompts, " in done.output
+    assert encoded[4:] == run_prompts(whole)[2:]
 
 
 def test_slow_encoders_write_often(settings, monkeypatch):

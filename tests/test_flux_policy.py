@@ -7,7 +7,8 @@ import torch
 from random_flux import save_random_flux
 
 from g2rpo.models import load_policy, resolve_device
-from g2rpo.models.flux import FluxPolicy, pack, unpack
+from g2rpo.models.flux import FluxPolicy
+from g2rpo.models.latents import pack, unpack
 from g2rpo.models.weights import LORA_FILE
 from g2rpo.policy import Conditioning
 from g2rpo.schedule import shifted_sigmas

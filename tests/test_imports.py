@@ -18,9 +18,9 @@ ROWS = [
     "prompts conditioning tree explore rollout",
     "checkpoint metrics options recipe settings config",
     "interrupt reward_stats saved pictures sample export",
-    "optimizer update watch before_after run guard embed",
+    "optimizer update watch before_after run guard embed memory focus",
     "trainer",
-    "evaluate compare memory costs report demo doctor verify fetch",
+    "evaluate compare speeds costs planning report demo doctor verify fetch",
     "console",
     "__main__",
 ]

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
+    from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding, TailsPrecision
 
 
 def load_policy(
@@ -27,8 +27,9 @@ def load_policy(
     lora_alpha: float | None = None,
     lora_targets: Sequence[str] | None = None,
     base_dtype: Literal["compute", "float8"] = "compute",
+    tails_precision: TailsPrecision = "compute",
     sigma_rounding: SigmaRounding = "exact",
-    weights: str | Path | None = None,
+    weights: str | Path | Sequence[str | Path] | None = None,
     gradient_checkpointing: bool = False,
     compiled: bool = False,
     mesh: DeviceMesh | None = None,
@@ -37,8 +38,8 @@ def load_policy(
 
     Args:
         device: "auto" is a GPU where there is one.
-        weights: put onto the model's transformer (tiny@NAME: after NAME): a LoRA or whole weights, folder
-            or .safetensors file.
+        weights: put onto the model's transformer (tiny@NAME: after NAME), in order: each a LoRA or whole
+            weights, a folder or a .safetensors file.
         Others: as `FluxPolicy.load`.
 
     Raises:
@@ -47,6 +48,7 @@ def load_policy(
     from g2rpo.models.flux import FluxPolicy
     from g2rpo.models.tiny import is_tiny, tiny_folder
 
+    given: list[str | Path] = [weights] if isinstance(weights, str | Path) else list(weights or ())
     embedded = None
     if isinstance(name, str) and is_tiny(name):
         name, embedded = tiny_folder(name)
@@ -62,8 +64,9 @@ def load_policy(
         lora_alpha=lora_alpha,
         lora_targets=lora_targets,
         base_dtype=base_dtype,
+        tails_precision=tails_precision,
         sigma_rounding=sigma_rounding,
-        weights=[Path(path) for path in (embedded, weights) if path is not None],
+        weights=[Path(path).expanduser() for path in (embedded, *given) if path is not None],
         gradient_checkpointing=gradient_checkpointing,
         compiled=compiled,
         mesh=mesh,

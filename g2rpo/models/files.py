@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from g2rpo.models.known import KNOWN, RANDOM
+from g2rpo.models.tiny import is_tiny, tiny_folder
 
 PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
 """Folders of a FluxPipeline; the single-file copies beside them in FLUX.1-dev (24 GB) are not fetched."""
@@ -38,6 +41,18 @@ def config_folder(name: str | Path) -> Path:
     """As `local_folder`, but of a hub model only the configuration files are fetched."""
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else _hub_snapshot(str(name), "config.json", "tokenizer_config.json")
+
+
+def transformer_config(name: str) -> Mapping[str, Any]:
+    """Configuration of a model's transformer, as `load_policy` takes the name.
+
+    Raises:
+        ValueError: no such model.
+    """
+    if name in (known := KNOWN | RANDOM):
+        return known[name]["transformer"]
+    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
+    return read_json(folder / "transformer" / "config.json")
 
 
 def _hub_snapshot(name: str, *files: str) -> Path:

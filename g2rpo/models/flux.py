@@ -13,23 +13,30 @@ What differs from the stock pipeline, and why:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from g2rpo.distributed import resident
 from g2rpo.models.files import dtype_argument, local_folder, read_json
-from g2rpo.models.network import Training, fill_at_random, fill_from_folder, make_network
+from g2rpo.models.latents import checked_resolution, image_ids, unpack
+from g2rpo.models.low_precision import check_float8, float8_linears
+from g2rpo.models.network import Training, blocks_of, fill_at_random, fill_from_folder, make_network
 from g2rpo.models.random import RandomText, is_random, random_configs, random_vae
 from g2rpo.models.text import DTYPES, FluxText
 from g2rpo.policy import Conditioning
 
 Precision = Literal["float32", "tf32", "bfloat16", "float64"]
 SigmaRounding = Literal["exact", "released"]
+TailsPrecision = Literal["compute", "float8"]
+
+COMPILED_DECODE = 4
+"""Images that the compiled decoder takes at once: a fixed number, so that it is compiled once."""
 
 
 class FluxPolicy:
@@ -48,6 +55,8 @@ class FluxPolicy:
         sigma_rounding: SigmaRounding,
         autocast: bool = False,
         true_cfg: float = 1.0,
+        tails_precision: TailsPrecision = "compute",
+        compiled: bool = False,
     ) -> None:
         self._folder, self.text, self.device = folder, text, device
         self.module: Any = module
@@ -58,11 +67,17 @@ class FluxPolicy:
         self.compute_dtype, self.sigma_rounding, self._autocast = text.dtype, sigma_rounding, autocast
         side = self.resolution // self.patch_px
         self.latent_shape: tuple[int, int] = (side * side, int(module.config.in_channels))
-        self._img_ids = _image_ids(side).to(device)
+        self._img_ids = image_ids(side).to(device)
         self._timestep: Tensor | None = None
         self._frozen_base = bool(getattr(module, "peft_config", None))
         self._rolling = False
         self._negative: Conditioning | None = None
+        self._float8_tails = tails_precision == "float8"
+        self._decoder: Any = None
+        # 0.56 of the time on an H200, for half a minute of compiling.
+        if compiled and device.type == "cuda" and vae.post_quant_conv is None:
+            vae.to(memory_format=torch.channels_last)
+            self._decoder = torch.compile(vae.decoder)
         module.time_text_embed.register_forward_pre_hook(self._float32_time)
 
     @classmethod
@@ -80,6 +95,7 @@ class FluxPolicy:
         lora_alpha: float | None = None,
         lora_targets: Sequence[str] | None = None,
         base_dtype: Literal["compute", "float8"] = "compute",
+        tails_precision: TailsPrecision = "compute",
         sigma_rounding: SigmaRounding = "exact",
         weights: Sequence[Path] = (),
         gradient_checkpointing: bool = False,
@@ -104,10 +120,11 @@ class FluxPolicy:
             lora_alpha: the adapters' scale times their rank; None: twice the rank.
             lora_targets: ends of the layers' names that get adapters; None: attention and MLP linears.
             base_dtype: "float8" stores a frozen base in 8 bits (e4m3) and computes in `precision`.
+            tails_precision: "float8" multiplies in 8 bits within `tails` (needs bfloat16 and torchao).
             sigma_rounding: "exact", or "released": int(1000 sigma) / 1000 as G2RPO's released code has it.
             weights: put onto the base's transformer, in order, before anything else (see models/weights.py).
             gradient_checkpointing: recompute blocks in the backward pass: less memory, a forward more.
-            compiled: forwards without gradient run through torch.compile.
+            compiled: forwards without gradient run through torch.compile, and on a GPU the VAE's decoder.
             mesh: parameters that are trained are sharded over it (see distributed.shard).
 
         Raises:
@@ -124,6 +141,8 @@ class FluxPolicy:
                 f"base_dtype={base_dtype!r} with lora_rank={lora_rank}: choose compute, or float8 for the "
                 "frozen base of adapters"
             )
+        if tails_precision == "float8":
+            check_float8(precision, base_dtype)
         device = torch.device(device)
         # Set either way: a float32 policy after a tf32 one would else run in tf32.
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -174,6 +193,8 @@ class FluxPolicy:
             sigma_rounding=sigma_rounding,
             autocast=training.autocast,
             true_cfg=true_cfg,
+            tails_precision=tails_precision,
+            compiled=compiled,
         )
 
     @property
@@ -192,22 +213,30 @@ class FluxPolicy:
         """While it lasts, forwards (without gradient) communicate nothing between processes.
 
         Adapters over a bfloat16 base are held in bfloat16 too: no cast at each use, as autocast would do.
-        They are not merged into the base, and the float32 ones come back unchanged.
+        They are not merged into the base, and the float32 ones come back unchanged. So are all weights under
+        float8 tails, which are made from bfloat16 ones.
         """
         with resident(self.module):
-            if not (self._autocast and self._frozen_base) or self._rolling:
+            in_half = self._autocast and (self._frozen_base or self._float8_tails)
+            if not in_half or self._rolling:
                 yield
                 return
-            adapters = {p: p.data for p in self.module.parameters() if p.requires_grad}
+            trained = {p: p.data for p in self.module.parameters() if p.requires_grad}
             try:
                 self._rolling = True
-                for parameter, value in adapters.items():
+                for parameter, value in trained.items():
                     parameter.data = value.to(self.compute_dtype)
                 yield
             finally:
-                for parameter, value in adapters.items():
+                for parameter, value in trained.items():
                     parameter.data = value
                 self._rolling = False
+
+    @contextmanager
+    def tails(self) -> Iterator[None]:
+        """Within `resident`: forwards whose result only a reward sees, in 8 bits if so asked for."""
+        with float8_linears(blocks_of(self.module) if self._float8_tails else ()):
+            yield
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -265,7 +294,7 @@ class FluxPolicy:
         guidance = x.new_full((len(x),), self.guidance) if self.module.config.guidance_embeds else None
         self._timestep = self._network_time(sigma)
         try:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast), self._attention():
                 out: Tensor = self.module(
                     hidden_states=x if autocast else x.to(self.compute_dtype),
                     encoder_hidden_states=cond.text,
@@ -280,12 +309,29 @@ class FluxPolicy:
             self._timestep = None
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
+    def _attention(self) -> AbstractContextManager[None]:
+        """Without gradient cuDNN's attention, 1.7 times as fast as flash attention on an H200."""
+        if torch.is_grad_enabled() or self.device.type != "cuda":
+            return nullcontext()
+        backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+        return sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True)
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [N, L, C] -> images [N, 3, H, W], float32 in [0, 1]."""
         config = self.vae.config
-        z = unpack(latents) / config.scaling_factor + config.shift_factor
-        return (self.vae.decode(z.to(self.vae.dtype), return_dict=False)[0].float() / 2 + 0.5).clamp(0, 1)
+        z = (unpack(latents) / config.scaling_factor + config.shift_factor).to(self.vae.dtype)
+        out = self.vae.decode(z, return_dict=False)[0] if self._decoder is None else self._decoded(z)
+        return (out.float() / 2 + 0.5).clamp(0, 1)
+
+    def _decoded(self, z: Tensor) -> Tensor:
+        """Through the compiled decoder, always as many at once; what is too few is filled up and cut off."""
+        parts = []
+        for part in z.split(COMPILED_DECODE):
+            filled = part[torch.arange(COMPILED_DECODE, device=z.device).clamp(max=len(part) - 1)]
+            filled = filled.contiguous(memory_format=torch.channels_last)
+            parts.append(self._decoder(filled)[: len(part)])
+        return torch.cat(parts)
 
     def _network_time(self, sigma: Tensor) -> Tensor:
         """1000 sigma in float32, truncated where the released code truncates it."""
@@ -299,36 +345,3 @@ class FluxPolicy:
         if len(args) == 2:
             return self._timestep, args[1]
         return self._timestep, torch.full_like(self._timestep, 1000 * self.guidance), args[2]
-
-
-def pack(z: Tensor) -> Tensor:
-    """VAE latents [N, C, h, w] -> tokens [N, h/2 * w/2, 4C], each a 2x2 patch, channels outermost."""
-    n, channels, h, w = z.shape
-    z = z.reshape(n, channels, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return z.reshape(n, h // 2 * (w // 2), channels * 4)
-
-
-def unpack(x: Tensor) -> Tensor:
-    """The inverse of `pack` for square images: [N, L, 4C] -> [N, C, 2 sqrt(L), 2 sqrt(L)]."""
-    n, tokens, channels = x.shape
-    side = round(tokens**0.5)
-    if side * side != tokens or channels % 4:
-        raise ValueError(f"{tokens} tokens of {channels} channels are no packed square latent")
-    x = x.reshape(n, side, side, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(n, channels // 4, 2 * side, 2 * side)
-
-
-def _image_ids(side: int) -> Tensor:
-    """Position ids [side * side, 3]: (0, row, column) of each token."""
-    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    return torch.stack([torch.zeros(side, side), rows.float(), columns.float()], -1).reshape(-1, 3)
-
-
-def checked_resolution(resolution: int | None, vae_config: Any) -> tuple[int, int]:
-    """The image's side and that of one latent token, both in pixels."""
-    patch_px = 2 * 2 ** (len(vae_config["block_out_channels"]) - 1)
-    side_px = int(vae_config["sample_size"]) if resolution is None else resolution
-    if side_px < patch_px or side_px % patch_px:
-        near = max(patch_px, side_px // patch_px * patch_px)
-        raise ValueError(f"resolution={side_px} is no multiple of {patch_px} pixels; {near} would be")
-    return side_px, patch_px

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from g2rpo.distributed import key_seed, local, shard
-from g2rpo.models.files import read_json
-from g2rpo.models.weights import add_lora, load_weights, lora_layers
+from g2rpo.models.reading import local_rows, read_weights, weight_files
+from g2rpo.models.weights import add_lora, check_weights, load_weights, lora_layers
 
 Fill = Callable[[nn.Module], None]
 
@@ -76,38 +74,18 @@ def make_network(
         weights: put onto the base, in order (models/weights.py).
 
     Raises:
-        ValueError: weights that do not fit, or that cannot be read shard by shard; lora_targets that match
-            nothing, before any weight is read.
+        ValueError: as `bare_network`, or a damaged file of the base.
     """
-    from diffusers import FluxTransformer2DModel
-
+    module = bare_network(config, training, weights)
     frozen = training.lora_rank > 0
-    # A given LoRA is added into the base in float32; bfloat16 would round most of it away.
-    dtype = training.dtype if frozen and not weights else training.master_dtype
-    with torch.device("meta"):
-        module: Any = FluxTransformer2DModel.from_config(dict(config)).eval()
-    nn.Module.to(module, dtype)  # diffusers' own warns of layers to keep in float32 even where there are none
-    if buffers := [name for name, _ in module.named_buffers()]:
-        raise ValueError(f"this transformer has buffers ({buffers[0]}, …), which no weight file fills")
-    if frozen:
-        lora_layers(module, training.lora_targets)  # a misspelt one shows before 24 GB are read
-    quantised = frozen and training.base_dtype == "float8"
-    if quantised:
-        if weights:
-            raise ValueError("base_dtype='float8' holds the base alone: it takes no weights on top")
+    if frozen and training.base_dtype == "float8":
         module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=training.dtype)
     if training.mesh is not None and not frozen:
-        if weights:
-            raise ValueError(
-                f"{weights[0]}: weights on top of a base cannot be read by several processes; "
-                "export them once with their base (g2rpo export --layout diffusers) and train that folder"
-            )
         _shard(module, training)
     module.to_empty(device=device)
     fill(module)
-    added = [load_weights(module, path) for path in weights]  # which of them were LoRAs
-    if added and not any(added) and frozen:
-        nn.Module.to(module, training.dtype)
+    for path in weights:
+        load_weights(module, path)
     if frozen:
         targets, master = training.lora_targets, training.master_dtype
         add_lora(module, training.lora_rank, training.lora_alpha, targets, master)
@@ -117,6 +95,36 @@ def make_network(
         module.enable_gradient_checkpointing()
     if training.compiled:
         compile_blocks(module)
+    return module
+
+
+def bare_network(config: Mapping[str, Any], training: Training, weights: tuple[Path, ...] = ()) -> Any:
+    """The network without storage. What cannot be trained is refused here, before any weight is read.
+
+    Raises:
+        ValueError: weights that do not fit; a LoRA among them that cannot be added; lora_targets that match
+            nothing.
+    """
+    from diffusers import FluxTransformer2DModel
+
+    frozen = training.lora_rank > 0
+    with torch.device("meta"):
+        module: Any = FluxTransformer2DModel.from_config(dict(config)).eval()
+    if buffers := [name for name, _ in module.named_buffers()]:
+        raise ValueError(f"this transformer has buffers ({buffers[0]}, …), which no weight file fills")
+    if frozen:
+        lora_layers(module, training.lora_targets)
+    loras = [path for path in weights if check_weights(module, path)]
+    if loras and frozen and training.base_dtype == "float8":
+        raise ValueError(f"{loras[0]} is a LoRA, which cannot be added into a base of base_dtype='float8'")
+    if loras and not frozen and training.mesh is not None:
+        raise ValueError(
+            f"{loras[0]} is a LoRA, which cannot be added into weights that several processes share; "
+            "export it once with its base (g2rpo export --layout diffusers) and train that folder"
+        )
+    # A given LoRA is added into the base in float32; bfloat16 would round most of it away.
+    dtype = training.dtype if frozen and not loras else training.master_dtype
+    nn.Module.to(module, dtype)  # diffusers' own warns of layers to keep in float32 even where there are none
     return module
 
 
@@ -160,30 +168,6 @@ def _compiled_without_grad(eager: Callable[..., Any]) -> Callable[..., Any]:
 # ---- filling
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Parameter name -> safetensors file, of a folder that diffusers wrote, in one file or several.
-
-    Raises:
-        ValueError: no such files, or one of them missing or damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    name = "diffusion_pytorch_model.safetensors"
-    index = folder / f"{name}.index.json"
-    if index.is_file():
-        files = {key: folder / str(file) for key, file in read_json(index)["weight_map"].items()}
-        if missing := sorted({file for file in files.values() if not file.is_file()}):
-            raise ValueError(f"{index} names {missing[0].name}, which is not there; fetch the model again")
-        return files
-    if not (folder / name).is_file():
-        raise ValueError(f"{folder} holds no {name} (nor an index of several); fetch the model again")
-    try:
-        with safe_open(folder / name, framework="pt") as file:
-            return dict.fromkeys(file.keys(), folder / name)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / name} is damaged ({error}); fetch the model again") from error
-
-
 def fill_from_folder(folder: Path) -> Fill:
     """Reads the parameters from diffusers' files: of a sharded one, the rows that live here."""
 
@@ -191,52 +175,6 @@ def fill_from_folder(folder: Path) -> Fill:
         read_weights(module, weight_files(folder), folder)
 
     return fill
-
-
-@torch.no_grad()
-def read_weights(module: nn.Module, files: Mapping[str, Path], where: Path) -> None:
-    """Copies each parameter of `module` from its file, and its rows alone where it is sharded.
-
-    Raises:
-        ValueError: names or shapes that differ, or a damaged file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    parameters = dict(module.named_parameters())
-    problems = [f"{name} missing" for name in parameters.keys() - files.keys()]
-    problems += [f"{name} unknown" for name in files.keys() - parameters.keys()]
-    if not problems:
-        for path in dict.fromkeys(files.values()):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in (name for name in files if files[name] == path):
-                        problems += _read_one(file.get_slice(name), name, parameters[name])
-            except SafetensorError as error:
-                raise ValueError(f"{path} is damaged ({error}); fetch the model again") from error
-    if problems:
-        shown = "; ".join(sorted(problems)[:3])
-        raise ValueError(f"{where} does not fit its config.json ({len(problems)} differences: {shown}, …)")
-
-
-def _read_one(stored: Any, name: str, parameter: Tensor) -> list[str]:
-    """Fills one parameter; says what is wrong, if anything."""
-    shape = tuple(stored.get_shape())
-    if shape != tuple(parameter.shape):
-        return [f"{name} has shape {shape}, not {tuple(parameter.shape)}"]
-    first, last = local_rows(parameter)
-    if first < last:
-        local(parameter).copy_(stored[first:last])
-    return []
-
-
-def local_rows(parameter: Tensor) -> tuple[int, int]:
-    """First and last (exclusive) row of a parameter that this process holds."""
-    if not isinstance(parameter, DTensor):
-        return 0, parameter.shape[0]
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offset[0], offset[0] + shape[0]
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from g2rpo.models.files import config_folder, read_json
-from g2rpo.models.flux import checked_resolution
 from g2rpo.models.known import FLUX_1_DEV, KNOWN
+from g2rpo.models.latents import checked_resolution
 from g2rpo.models.random import is_random, random_configs
 from g2rpo.models.text import checked_length
 from g2rpo.models.tiny import is_tiny, tiny_folder

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from g2rpo.models.layout import is_original, to_diffusers
+from g2rpo.models.layout import Source, is_original, original_prefix, sources, to_diffusers
 from g2rpo.models.lora_layout import is_comfyui_lora, is_lora, lora_from_comfyui
+from g2rpo.models.reading import Places, copy_rows, differences, header, headers, weight_files
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 COMFYUI_LORA_FILE = "comfyui_lora.safetensors"
@@ -91,37 +93,70 @@ def load_weights(module: Any, path: Path) -> bool:
 
     `path`: a folder with one of the files that `weight_file` knows, a transformer folder, a folder of a whole
     model (its transformer is taken), or one `.safetensors` file: a transformer or a LoRA, in diffusers' names
-    or in the original's (models/layout.py). A LoRA is added into the weights, so give `module` in float32.
+    or in the original's (models/layout.py). A LoRA is added into the weights, so give `module` whole and in
+    float32; of a transformer a sharded module reads its rows alone.
 
     Raises:
         ValueError: nothing of these, or weights of another architecture.
     """
-    path = weight_file(path) or path
-    if path.is_dir():
-        state = _transformer_state(path)
-    elif path.suffix == ".safetensors" and path.is_file():
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+    places = _places(module, path)
+    if places is not None:
+        copy_rows(module, places)
+        return False
+    from safetensors.torch import load_file
 
-        try:
-            state = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or no safetensors file ({error}); fetch it again") from error
-    else:
-        raise ValueError(f"no weights at {path}: give a folder in diffusers layout or a .safetensors file")
+    path = weight_file(path) or path
+    state = load_file(path)
     if is_comfyui_lora(state):
         _add_comfyui_lora(module, path, state)
-        return True
-    if is_lora(state):
+    else:
         _fuse_lora(module, path, state)
-        return True
-    if is_original(state):
+    return True
+
+
+def check_weights(module: Any, path: Path) -> bool:
+    """Whether a LoRA is at `path` (as `load_weights` takes it), from headers alone; `module` may be on meta.
+
+    Raises:
+        ValueError: as `load_weights`, but for a LoRA's layers, which that one compares.
+    """
+    return _places(module, path) is None
+
+
+def _places(module: Any, path: Path) -> Places | None:
+    """Where each parameter's rows are among the weights at `path`; None: those are a LoRA."""
+    files = _files(path)
+    given = headers(files)
+    if is_lora(given):
+        return None
+    places = {name: (file, Source(name)) for name, file in files.items()}
+    if is_original(given):
+        prefix = original_prefix(given)
         try:
-            state = to_diffusers(state, module.config)
+            given = to_diffusers(given, module.config)
         except ValueError as error:
             raise ValueError(f"{path} does not fit this model: {error}") from error
-    _load_strictly(module, path, state)
-    return False
+        places = {
+            name: (files[prefix + source.key], replace(source, key=prefix + source.key))
+            for name, source in sources(module.config).items()
+        }
+    if problems := differences(module, given):
+        shown = "; ".join(problems[:3])
+        raise ValueError(f"{path} does not fit this model ({len(problems)} differences: {shown}, …)")
+    return places
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Key -> file, of the weights at `path`."""
+    path = weight_file(path) or path
+    if path.is_dir():
+        folder = path / "transformer" if (path / "transformer").is_dir() else path
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
+        return weight_files(folder)
+    if path.suffix == ".safetensors" and path.is_file():
+        return dict.fromkeys(header(path), path)
+    raise ValueError(f"no weights at {path}: give a folder in diffusers layout or a .safetensors file")
 
 
 def weight_file(folder: Path) -> Path | None:
@@ -132,15 +167,6 @@ def weight_file(folder: Path) -> Path | None:
         return None  # files of these names may be those of a network beside its configuration
     names = (COMFYUI_LORA_FILE, SINGLE_FILE)
     return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _transformer_state(folder: Path) -> dict[str, torch.Tensor]:
-    from diffusers import FluxTransformer2DModel
-
-    folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
-    return FluxTransformer2DModel.from_pretrained(folder).state_dict()
 
 
 def _fuse_lora(module: Any, path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -169,18 +195,3 @@ def _add_comfyui_lora(module: Any, path: Path, state: dict[str, torch.Tensor]) -
     for name, (down, up, scale) in layers.items():
         weight = module.get_submodule(name).weight
         weight += scale * (up.to(weight.device).float() @ down.to(weight.device).float()).to(weight.dtype)
-
-
-def _load_strictly(module: nn.Module, path: Path, state: dict[str, torch.Tensor]) -> None:
-    own = module.state_dict()
-    problems = [f"{key} missing" for key in own.keys() - state.keys()]
-    problems += [f"{key} unknown" for key in state.keys() - own.keys()]
-    problems += [
-        f"{key} has shape {tuple(state[key].shape)}, not {tuple(own[key].shape)}"
-        for key in own.keys() & state.keys()
-        if state[key].shape != own[key].shape
-    ]
-    if problems:
-        shown = "; ".join(sorted(problems)[:3])
-        raise ValueError(f"{path} does not fit this model ({len(problems)} differences: {shown}, …)")
-    module.load_state_dict(state)

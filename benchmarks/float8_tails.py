@@ -1,0 +1,106 @@
+"""What 8-bit tails change: rewards, advantages and images of the embedded model, on the same noise.
+
+    python benchmarks/float8_tails.py --prompts 64 --out results/performance/float8_tails.json
+
+Every group is rolled out three times: tails in bfloat16, in bfloat16 in other batches (the rounding that is
+there anyway), and in float8. The table compares the last two with the first: correlation of rewards within
+groups, of advantages, the share of advantages whose sign agrees, and the relative distance of the latents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from g2rpo.algorithms import g2rpo
+from g2rpo.explore import Samples, sample
+from g2rpo.models import load_policy, resolve_device
+from g2rpo.prompts import read_prompts
+from g2rpo.rewards import load_rewards
+from g2rpo.rollout import Rollout, score
+from g2rpo.schedule import shifted_sigmas
+from g2rpo.update import advantages_of
+
+REWARDS = ("tiny_preference", "tiny_clip", "verifier")
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Pearson's, over all entries of what is left after the groups' means."""
+    a, b = (value - value.mean(-1, keepdim=True) for value in (a.double(), b.double()))
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--at-once", type=int, default=8, help="prompts of one rollout")
+    parser.add_argument("--rollout-batch", type=int, default=1024)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = resolve_device(given.device)
+    policy = load_policy("tiny", device=device, precision="bfloat16", tails_precision="float8")
+    rewards = load_rewards(list(REWARDS), device)
+    algorithm = g2rpo()
+    plan, sigmas = algorithm.plan.plan(16, 0, 0), shifted_sigmas(16, 3.0)
+    prompts = read_prompts("world:train")[0][: given.prompts]
+    found: dict[str, list[tuple[Samples, list[Rollout]]]] = {
+        "bfloat16": [],
+        "other batches": [],
+        "float8": [],
+    }
+    with policy.resident():
+        for low in range(0, len(prompts), given.at_once):
+            batch = prompts[low : low + given.at_once]
+            texts = [prompt.text for prompt in batch]
+            cond = policy.encode(texts)
+            for name, seen in found.items():
+                samples = sample(
+                    policy, plan, sigmas, cond, group_size=12, diffusion="flow", eta=0.7, seed=0, iteration=0,
+                    prompt_indices=range(low, low + len(batch)),
+                    rollout_batch=given.rollout_batch if name != "other batches" else 37,
+                    tails=policy.tails if name == "float8" else nullcontext,
+                )  # fmt: skip
+                judged = score(
+                    policy, samples, rewards, texts, [prompt.metadata for prompt in batch], decode_batch=512
+                )
+                seen.append((samples, judged))
+    table: dict[str, dict[str, float]] = {}
+    first = [rollout for _, rollouts in found["bfloat16"] for rollout in rollouts]
+    for name in ("other batches", "float8"):
+        other = [rollout for _, rollouts in found[name] for rollout in rollouts]
+        told: dict[str, float] = {}
+        for r, reward in enumerate(REWARDS):
+            a, b = (torch.stack([one.rewards[r] for one in some]).cpu() for some in (first, other))
+            told[f"reward correlation, {reward}"] = correlation(a, b)
+            weights = [float(n == r) for n in range(len(REWARDS))]
+            a, b = (torch.stack(advantages_of(some, algorithm, weights)).cpu() for some in (first, other))
+            told[f"advantage correlation, {reward}"] = correlation(a, b)
+            clear = a.abs() > 1e-6
+            told[f"advantage sign agreement, {reward}"] = float((a.sign() == b.sign())[clear].float().mean())
+        pairs = [
+            (a.latents, b.latents) for (a, _), (b, _) in zip(found["bfloat16"], found[name], strict=True)
+        ]
+        told["latents, relative distance"] = float(
+            sum((a - b).norm() for a, b in pairs) / sum(a.norm() for a, _ in pairs)
+        )
+        table[name] = told
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(f"{len(prompts)} groups of 12, {machine}, torch {torch.__version__}")
+    for key in table["float8"]:
+        print(f"| {key} | {table['other batches'][key]:.4f} | {table['float8'][key]:.4f} |")
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        told = {"machine": machine, "torch": torch.__version__, "groups": len(prompts), **table}
+        given.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The shared, batched rollout against the naive one, on the embedded model.
+
+    python benchmarks/wavefront.py --out results/performance/wavefront_cpu.json
+
+One prompt at the paper's settings (T = 16, K = 8, G = 12, strides 1, 2, 3), pictures decoded, float32.
+
+    naive        one sample a forward, every tail walked whole, pictures decoded one by one: 2,188 forwards
+    batch of n   the package: 1,708 forwards, n samples at a time
+
+The images of both must agree to 1e-5 (the largest difference is told), else the comparison ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from g2rpo.distributed import keyed_noise
+from g2rpo.explore import sample
+from g2rpo.models import load_policy, resolve_device
+from g2rpo.plans import Singular
+from g2rpo.policy import Policy
+from g2rpo.schedule import shifted_sigmas
+from g2rpo.sde import transition
+
+PROMPT, NUM_STEPS, ETA = "two red circles above a blue star", 16, 0.7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 12, 32, 96, 288])
+    parser.add_argument("--group-size", type=int, default=12)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    policy = load_policy("tiny", device=resolve_device(given.device))
+    sigmas = shifted_sigmas(NUM_STEPS, 3.0)
+    plan = Singular().plan(NUM_STEPS, 0, 0)
+    cond = policy.encode([PROMPT])
+    policy.velocity(torch.zeros(1, *policy.latent_shape, device=policy.device), sigmas[:1], cond)  # warm up
+
+    began = time.perf_counter()
+    slow, forwards = naive(policy, given.group_size, sigmas)
+    for latents in slow:
+        policy.decode(latents[None])
+    seconds = {"naive": time.perf_counter() - began}
+    counts, differences = {"naive": forwards}, {}
+    for batch in given.batches:
+        began = time.perf_counter()
+        samples = sample(
+            policy, plan, sigmas, cond, group_size=given.group_size, diffusion="flow", eta=ETA, seed=0,
+            iteration=0, prompt_indices=[0], rollout_batch=batch,
+        )  # fmt: skip
+        assert samples.anchor_latents is not None
+        fast = torch.cat([samples.latents[:, 0].flatten(0, 1), samples.anchor_latents])
+        for some in fast.split(batch):
+            policy.decode(some)
+        name = f"batch of {batch}"
+        seconds[name] = time.perf_counter() - began
+        counts[name] = samples.nfe["total"]
+        differences[name] = float((fast - slow).abs().max())
+        if differences[name] > 1e-5:
+            raise SystemExit(f"{name}: the images differ by {differences[name]:.1e}")
+    print(f"{given.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print("| rollout | forwards | seconds | naive / it | largest difference |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, took in seconds.items():
+        off = f"{differences[name]:.0e}" if name in differences else ""
+        print(f"| {name} | {counts[name]:,} | {took:.1f} | {seconds['naive'] / took:.2f} | {off} |")
+    if given.out is not None:
+        told = {
+            "date": str(date.today()), "device": given.device, "threads": torch.get_num_threads(),
+            "torch": torch.__version__, "seconds": seconds, "forwards": counts, "differences": differences,
+        }  # fmt: skip
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+@torch.no_grad()
+def naive(policy: Policy, group_size: int, sigmas: Tensor) -> tuple[Tensor, int]:
+    """Images [8 steps * 3 strides * G + 1, L, C] in the package's order, and the forwards they took."""
+    plan, cond, forwards = Singular().plan(NUM_STEPS, 0, 0), policy.encode([PROMPT]), 0
+
+    def velocity(x: Tensor, position: int) -> Tensor:
+        nonlocal forwards
+        forwards += 1
+        return policy.velocity(x, sigmas[position : position + 1].to(policy.device), cond)
+
+    x = keyed_noise(policy.latent_shape, 0, 0, 0, "start")[None].to(policy.device)
+    states = []
+    for position in range(NUM_STEPS):
+        states.append(x)
+        x = x + velocity(x, position) * (sigmas[position + 1] - sigmas[position])
+    images = []
+    for branch in plan.branches:
+        (step,) = branch.noise_steps
+        members = []
+        for member in range(group_size):
+            mean, std = transition("flow", states[step], velocity(states[step], step), sigmas, step, ETA)
+            noise = keyed_noise(policy.latent_shape, 0, 0, 0, "step", step, member)
+            members.append(mean + std * noise.to(policy.device))
+        for positions in branch.tails:
+            for noisy in members:
+                y = noisy
+                for position, following in pairwise(positions):
+                    y = y + velocity(y, position) * (sigmas[following] - sigmas[position])
+                images.append(y[0])
+    return torch.stack([*images, x[0]]), forwards
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Where forwards go: drawn noise steps, prompts passed over, and that a resumed run goes on the same way."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g2rpo.algorithms import PRESETS
+from g2rpo.focus import Focus
+from g2rpo.plans import EveryStep, Singular
+from g2rpo.prompts import Prompt, PromptStream
+from g2rpo.settings import Settings
+
+
+def stream(n: int) -> PromptStream:
+    return PromptStream([Prompt(f"prompt {i}", {}, i) for i in range(n)], seed=3)
+
+
+def group(rewards: torch.Tensor, steps=(0, 1)):
+    """A judged rollout: rewards [R, K, J, G]."""
+    return SimpleNamespace(rewards=rewards, step=torch.tensor(steps)[:, None])
+
+
+def seen(focus: Focus, count: int, flat: set[str]) -> list[str]:
+    """An iteration of `count` prompts, of which those in `flat` get equal rewards; which they were."""
+    texts = [focus.stream.at(position, 1)[0].text for position in focus.upcoming(count)]
+    advantages = [torch.zeros(2, 3) if text in flat else torch.ones(2, 3) for text in texts]
+    focus.see([group(torch.rand(1, 2, 1, 3)) for _ in texts], advantages, ["r"])
+    return texts
+
+
+# ---- noise steps
+
+
+@given(num_drawn=st.integers(1, 8), seed=st.integers(0, 2**40), train_step=st.integers(0, 10**6))
+def test_a_draw_is_some_of_the_steps_and_the_same_everywhere(num_drawn, seed, train_step):
+    rule = Singular(tuple(range(8)), (1, 2), num_drawn=num_drawn)
+    plan = rule.plan(16, seed, train_step)
+    assert len(plan.noise_steps) == num_drawn and set(plan.noise_steps) <= set(range(8))
+    assert list(plan.noise_steps) == sorted(plan.noise_steps)
+    assert plan == Singular(tuple(range(8)), (1, 2), num_drawn=num_drawn).plan(16, seed, train_step)
+    whole = Singular(tuple(range(8)), (1, 2)).plan(16, 0, 0)
+    assert set(plan.branches) <= set(whole.branches), "a drawn step is explored as it is without drawing"
+
+
+def counted(rule, iterations=4000) -> dict[int, float]:
+    found = Counter(k for step in range(iterations) for k in rule.plan(16, 1, step).noise_steps)
+    return {k: found[k] / iterations for k in rule.train_steps}
+
+
+def test_an_even_draw_is_even():
+    shares = counted(Singular((0, 3, 5, 7), num_drawn=1))
+    assert all(share == pytest.approx(1 / 4, abs=0.03) for share in shares.values())
+
+
+def test_a_draw_by_spread_goes_by_spread_over_forwards():
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").aimed({0: 1.0, 7: 1.0})
+    # 15 evaluations after step 0, 8 after step 7
+    assert counted(rule)[7] == pytest.approx(15 / (15 + 8), abs=0.03)
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").aimed({0: 3.0, 7: 1.0})
+    assert counted(rule)[0] == pytest.approx((3 / 15) / (3 / 15 + 1 / 8), abs=0.03)
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").aimed({0: 0.0, 7: 1.0})
+    assert 0 < counted(rule)[0] < 0.1, "a flat step is looked at now and then"
+
+
+def test_before_anything_is_measured_the_draw_is_even():
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread")
+    assert rule.aimed({}) == rule
+    assert counted(rule)[0] == pytest.approx(0.5, abs=0.03)
+    assert rule.aimed({7: 2.0}).spread == (2.0, 2.0), "a step not yet drawn counts as the usual one"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Singular((0, 1), num_drawn=3), r"steps_per_iteration must be in 1\.\.2"),
+        (lambda: Singular((0, 1), num_drawn=0), r"steps_per_iteration must be in 1\.\.2"),
+        (lambda: Singular((0, 1), num_drawn=1, draw="odd"), "unknown step_draw 'odd'"),
+        (lambda: Singular((0, 1), draw="spread"), "draws nothing without steps_per_iteration"),
+        (lambda: Settings(steps_per_iteration=9), r"1\.\.8"),
+        (lambda: Settings(algorithm="dance_grpo", steps_per_iteration=2), "takes no steps_per_iteration"),
+    ],
+)
+def test_what_cannot_be_drawn(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_spread_is_each_rewards_own():
+    focus = Focus(stream(4))
+    torch.manual_seed(0)
+    noise = torch.randn(1, 1, 1, 4000)
+    # Reward 0 spreads 1 and 3 at steps 2 and 5, reward 1 spreads 300 and 100: on average 1 and 1.
+    rewards = torch.cat([noise * torch.tensor([1.0, 3.0])[:, None, None],
+                         noise * torch.tensor([300.0, 100.0])[:, None, None]])  # fmt: skip
+    focus.see([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
+    assert focus.spread() == pytest.approx({2: 1.0, 5: 1.0})
+    rewards[:, 0, 0, 7] = torch.nan  # a member without a score is left out
+    focus.see([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
+    assert focus.spread() == pytest.approx({2: 1.0, 5: 1.0}, rel=0.01)
+
+
+def test_a_path_tells_no_step_apart():
+    focus = Focus(stream(4))
+    focus.see([group(torch.rand(1, 1, 1, 3), (0, 1, 2))], [torch.ones(3, 3)], ["a"])
+    assert focus.spread() == {}
+    assert focus.aimed(EveryStep()) == EveryStep()
+    for preset in PRESETS.values():
+        assert focus.aimed(preset().plan) == preset().plan
+
+
+# ---- prompts
+
+
+def test_without_skip_flat_the_stream_goes_on():
+    focus = Focus(stream(3))
+    for iteration in range(4):
+        assert focus.upcoming(2) == [2 * iteration, 2 * iteration + 1]
+        seen(focus, 2, flat={"prompt 0", "prompt 1", "prompt 2"})
+    assert focus.position == 8
+
+
+def test_a_flat_prompt_is_passed_over_once():
+    focus = Focus(stream(4), skip_flat=True)
+    assert sorted(seen(focus, 4, flat={"prompt 1"})) == [f"prompt {i}" for i in range(4)]
+    second = seen(focus, 3, flat=set())
+    assert sorted(second) == ["prompt 0", "prompt 2", "prompt 3"]
+    assert focus.position == 8 or "prompt 1" in [p.text for p in focus.stream.at(7, 1)]
+    both = second + [text for _ in range(3) for text in seen(focus, 4, flat=set())]
+    assert Counter(both)["prompt 1"] >= 2, "it comes back"
+
+
+def test_all_flat_still_gives_prompts():
+    focus = Focus(stream(2), skip_flat=True)
+    every = {"prompt 0", "prompt 1"}
+    for _ in range(5):
+        assert len(seen(focus, 2, flat=every)) == 2
+
+
+def test_looking_moves_nothing():
+    focus = Focus(stream(4), skip_flat=True)
+    seen(focus, 2, flat={"prompt 0", "prompt 1", "prompt 2", "prompt 3"})
+    assert focus.upcoming(3) == focus.upcoming(3)
+
+
+def test_a_kept_state_goes_on_the_same_way():
+    focus, again = Focus(stream(5), skip_flat=True), Focus(stream(5), skip_flat=True)
+    flat = {"prompt 1", "prompt 4"}
+    for _ in range(3):
+        torch.manual_seed(1)
+        seen(focus, 2, flat)
+    again.load_state_dict(focus.state_dict())
+    assert again.state_dict() == focus.state_dict() and again.spread() == focus.spread()
+    for _ in range(4):
+        torch.manual_seed(2)
+        first = seen(focus, 2, flat)
+        torch.manual_seed(2)
+        assert seen(again, 2, flat) == first
+    assert again.spread() == focus.spread()
