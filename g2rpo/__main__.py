@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import g2rpo
+from g2rpo import commands
 from g2rpo.console import (
     Commands,
     folder_to_write,
@@ -255,6 +256,9 @@ def sample(
         compare=compare,
         open_with={"base": base, "device": device, **asked},
     )
+
+
+app.command()(commands.score)
 
 
 @app.command()

@@ -36,6 +36,21 @@ HINTS = {
 }
 
 
+# Options of a reward by which it is reached, not what it says.
+REWARD_MAY_CHANGE = (
+    "servers", "urls", "headers", "timeout", "concurrency", "retries", "backoff", "api_key_env", "check",
+    "batch", "offload",
+)  # fmt: skip
+
+# These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
+MAY_CHANGE = (
+    "iterations", "stop_after", "resume", "out", "device", "tensorboard", "checkpoint_every", "keep_last",
+    "keep_every", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards", "eval_num_steps",
+    "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
+    "compile_blocks", "shard_size",
+)  # fmt: skip
+
+
 def load_settings(
     recipe: str | Path | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
@@ -69,9 +84,21 @@ def read_settings(run: str | Path) -> Settings:
     return load_settings(path, check_files=False)
 
 
+def identity(settings: Settings) -> dict[str, Any]:
+    """What two runs must share to be parts of one run."""
+    values = settings.resolved().model_dump()
+    kept = {key: value for key, value in values.items() if key not in MAY_CHANGE}
+    kept["reward_options"] = {
+        name: {key: value for key, value in options.items() if key not in REWARD_MAY_CHANGE}
+        for name, options in settings.reward_options.items()
+        if name in settings.rewards
+    }
+    return kept
+
+
 def check_same_run(saved: Settings, given: Settings) -> None:
     """Raises ValueError, naming every difference, unless `given` may go on where `saved` stopped."""
-    before, now = saved.identity(), given.identity()
+    before, now = identity(saved), identity(given)
     differences = [
         f"  {key}: {before[key]!r} there, {now[key]!r} given" for key in now if before[key] != now[key]
     ]

@@ -5,7 +5,7 @@
     memory      by phase, see memory.py; measured peaks beside it in docs/flux.md
     time        forwards x seconds per forward: given, measured or from a table (speeds.py), never guessed
 
-Reward models are not counted: their memory and time depend on what they are.
+Of rewards the weights of the published models are counted (memory.py); their time is measured or left out.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
     for phase, parts in memory.phases.items():
         table += [(f"memory a device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()]
     peak = f"about {_size(memory.peak)}, in the {memory.peak_phase}"
-    table.append(("memory a device", "peak, without rewards", peak))
+    table.append(("memory a device", "peak", peak))
     table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
     table += [("time an iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
     if costs.run_seconds is not None and costs.speeds is not None:

@@ -28,7 +28,8 @@ REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "pydant
             "matplotlib")  # fmt: skip
 OPTIONAL = {
     "tensorboard": ("curves in TensorBoard", "pip install tensorboard"),
-    "torchao": ("AdamW's moments in 8 bits", "pip install torchao"),
+    "torchao": ("AdamW's moments and tails in 8 bits", "pip install torchao"),
+    "rapidocr": ("the reward ocr", "pip install rapidocr onnxruntime rapidfuzz"),
     "pyarrow": ("prompts in parquet files", "pip install pyarrow"),
     "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install sentencepiece protobuf"),
 }

@@ -38,21 +38,29 @@ class Source:
 
 
 MODEL_FILES = ("model_index.json", *(f"{part}/*" for part in PARTS))
-PROCESSOR = ("preprocessor_config.json", "tokenizer_config.json", "vocab.json", "merges.txt")
 TOKENIZER_EXTRAS = ("tokenizer.json", "special_tokens_map.json", "README.md", "LICENSE*")
+CLIP_TOKENIZER = Source(
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+    ("tokenizer_config.json", "vocab.json", "merges.txt"),
+    TOKENIZER_EXTRAS,
+)
 
 REWARD_SOURCES: dict[str, tuple[Source, ...]] = {
-    "hps": (Source("xswu/HPSv2", ("HPS_v2.1_compressed.pt",)),),
-    "clip": (Source("apple/DFN5B-CLIP-ViT-H-14", ("open_clip_config.json", "open_clip_pytorch_model.bin")),),
+    "hps": (Source("xswu/HPSv2", ("HPS_v2.1_compressed.pt",)), CLIP_TOKENIZER),
+    "clip": (
+        Source("apple/DFN5B-CLIP-ViT-H-14", ("open_clip_config.json", "open_clip_pytorch_model.bin")),
+        CLIP_TOKENIZER,
+    ),
     "pickscore": (
         Source("yuvalkirstain/PickScore_v1", ("config.json", "model.safetensors")),
-        Source("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", PROCESSOR, TOKENIZER_EXTRAS),
+        CLIP_TOKENIZER,
     ),
     "imagereward": (
         Source("THUDM/ImageReward", ("ImageReward.pt",)),
-        Source("bert-base-uncased", ("vocab.txt", "tokenizer_config.json"), TOKENIZER_EXTRAS),
+        Source("google-bert/bert-base-uncased", ("vocab.txt", "tokenizer_config.json"), TOKENIZER_EXTRAS),
     ),
     "unified": (),
+    "http": (),
 }
 """What each reward loads from the hub, where its licence is read too. Nothing: a server judges. Those without
 an entry lie in the package.
@@ -106,13 +114,14 @@ def needs(model: str, rewards: Iterable[str]) -> list[Need]:
     found = [_model_need(model)]
     for name in dict.fromkeys(rewards):
         if name in REWARD_SOURCES:
-            found += [_hub_need(f"reward {name}", source) for source in REWARD_SOURCES[name]]
+            new = [source for source in REWARD_SOURCES[name] if source not in (need.source for need in found)]
+            found += [_hub_need(f"reward {name}", source) for source in new]
             if not REWARD_SOURCES[name]:
                 found.append(Need(f"reward {name}", "judged by a server, which has the weights"))
         elif ":" in name:
             found.append(Need(f"reward {name}", "your own code"))
         elif name in REWARDS:
-            found.append(Need(f"reward {name}", "ships with g2rpo"))
+            found.append(Need(f"reward {name}", "ships with g2rpo or a package that it needs"))
         else:
             known = [*REWARDS, *REWARD_SOURCES]
             raise ValueError(f"no reward {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")

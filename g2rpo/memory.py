@@ -18,8 +18,17 @@ from g2rpo.distributed import gathered, world_size
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.options import make_algorithm
 from g2rpo.plans import Plan
+from g2rpo.rewards.scorer import DTYPE, DTYPES
 from g2rpo.settings import Settings
 from g2rpo.tree import make_tree
+
+REWARD_PARAMS = {
+    "hps": 986_109_441,
+    "clip": 986_109_441,
+    "pickscore": 986_109_441,
+    "imagereward": 446_666_465,
+}
+"""Of the published reward models, by name; other rewards are not counted."""
 
 USABLE = 0.9
 """Share of a device's memory that `rollout_batch = "auto"` plans with: the allocator fragments."""
@@ -100,6 +109,7 @@ def memory_of(
         **({"EMA": copies} if settings.ema_decay else {}),
         **({"reference weights": copies} if settings.option("kl_beta") and not lora else {}),
         "VAE": shape.vae_params * vae_bytes,
+        **({"rewards": judges} if (judges := reward_bytes(settings)) else {}),
     }
     resident = compute * trained if num_processes > 1 or (half and not lora) else 0
     low = shape.transformer_params - shape.norm_params if settings.tails_precision == "float8" else 0
@@ -118,6 +128,16 @@ def memory_of(
         },
     }
     return Memory(always, phases, shape.text_params * compute)
+
+
+def reward_bytes(settings: Settings) -> int:
+    """Weights of the reward models that stay on the device; not of those that wait in main memory."""
+    total = 0
+    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
+        options = settings.reward_options.get(name, {})
+        if name in REWARD_PARAMS and options.get("offload", "none") == "none":
+            total += REWARD_PARAMS[name] * DTYPES[options.get("dtype", DTYPE)].itemsize
+    return total
 
 
 def row_bytes(settings: Settings, shape: FluxShape) -> int:

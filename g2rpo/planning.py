@@ -65,7 +65,7 @@ def plan_here(
 
 def _measured(settings: Settings) -> Speeds:
     device = resolve_device(settings.device)
-    rewards = load_rewards(list(settings.rewards), device)
+    rewards = load_rewards(list(settings.rewards), device, settings.reward_options)
     batch = agreed_rollout_batch(settings, device)
     policy = policy_of(
         settings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ def reward_metrics(
     rewards = torch.stack([r.rewards for r in rollouts], 1)  # [R, P, K, J, G]
     known = rewards.isfinite()
     rewards = rewards.where(known, torch.nan)
+    drawn = torch.stack([r.drawn for r in rollouts])  # [P, K, G]
     result: dict[str, float] = {}
     spread = (rewards - rewards.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
     for r, name in enumerate(names):
         result[f"reward/{name}"] = rewards[r][known[r]].mean().item()
         result[f"reward_std/{name}"] = spread[r].nanmean().item()
+        result[f"invalid_fraction/{name}"] = (~known[r].all(-2) & drawn).float().mean().item()
         if rollouts[0].anchor_rewards is not None:
             anchors = torch.stack([a for x in rollouts if (a := x.anchor_rewards) is not None])
             result[f"anchor_reward/{name}"] = anchors[:, r].nanmean().item()
@@ -41,14 +43,21 @@ def invalid_share(rollouts: Sequence[Rollout]) -> float:
     return 1 - torch.stack([r.valid for r in rollouts]).float().mean().item()
 
 
-def why_invalid(rollouts: Sequence[Rollout], names: Sequence[str]) -> str:
-    """Whose fault the invalid samples are, in words: the policy's, or which rewards'; with what helps."""
+def why_invalid(
+    rollouts: Sequence[Rollout], names: Sequence[str], errors: Mapping[str, str] | None = None
+) -> str:
+    """Whose fault the invalid samples are, in words: the policy's, or which rewards'; with what helps.
+
+    Args:
+        errors: reward name -> why it had no score the last time, where it told.
+    """
     drawn = torch.stack([r.drawn for r in rollouts])[:, None, :, None]  # [P, 1, K, 1, G]
     silent = ~torch.stack([r.rewards for r in rollouts]).isfinite() & drawn
     missing = [name for name, one in zip(names, silent.unbind(1), strict=True) if bool(one.any())]
     parts = []
     if missing:
-        parts.append(f"no score from {', '.join(missing)} (mend the reward, the same command goes on)")
+        told = [f"{name} ({errors[name]})" if errors and name in errors else name for name in missing]
+        parts.append(f"no score from {', '.join(told)} (mend the reward, the same command goes on)")
     if not bool(drawn.all()):
         share = 1 - drawn.float().mean().item()
         parts.append(

@@ -20,6 +20,7 @@ from g2rpo.explore import Samples
 from g2rpo.plans import Plan
 from g2rpo.policy import Policy
 from g2rpo.rewards import Metadata, Reward
+from g2rpo.rewards.scorer import scoring
 from g2rpo.stopwatch import Stopwatch
 
 
@@ -106,27 +107,28 @@ def score(
         latents = torch.cat([latents, samples.anchor_latents])
 
     scores, pictures, whole = [], [], []
-    for low in range(0, len(latents), decode_batch):
-        batch = slice(low, low + decode_batch)
-        pixels, usable = _decode(policy, latents[batch])
-        whole.append(usable)
-        if stopwatch is not None:
-            stopwatch.lap("decode")
-        whose = owners[batch]
-        answers = []
-        for name, reward in rewards.items():
-            known = None if metadata is None else [metadata[p] for p in whose]
-            answer = reward(pixels, [prompts[p] for p in whose], known)
-            if answer.shape != (len(pixels),):
-                raise ValueError(
-                    f"reward {name!r} gave {tuple(answer.shape)} scores for {len(pixels)} images"
-                )
-            answers.append(answer.to(policy.device, torch.float32).masked_fill(~usable, torch.nan))
-        scores.append(torch.stack(answers))
-        if stopwatch is not None:
-            stopwatch.lap("reward")
-        if keep_pictures:
-            pictures.append((pixels * 255).round().to(torch.uint8).cpu())
+    with scoring(rewards.values()):
+        for low in range(0, len(latents), decode_batch):
+            batch = slice(low, low + decode_batch)
+            pixels, usable = _decode(policy, latents[batch])
+            whole.append(usable)
+            if stopwatch is not None:
+                stopwatch.lap("decode")
+            whose = owners[batch]
+            answers = []
+            for name, reward in rewards.items():
+                known = None if metadata is None else [metadata[p] for p in whose]
+                answer = reward(pixels, [prompts[p] for p in whose], known)
+                if answer.shape != (len(pixels),):
+                    raise ValueError(
+                        f"reward {name!r} gave {tuple(answer.shape)} scores for {len(pixels)} images"
+                    )
+                answers.append(answer.to(policy.device, torch.float32).masked_fill(~usable, torch.nan))
+            scores.append(torch.stack(answers))
+            if stopwatch is not None:
+                stopwatch.lap("reward")
+            if keep_pictures:
+                pictures.append((pixels * 255).round().to(torch.uint8).cpu())
 
     judged = torch.cat(scores, dim=1)
     tree_shape = (len(samples.latents), num_prompts, group_size)

@@ -134,6 +134,8 @@ class Settings(BaseModel):
     """Pass a prompt over at its next visit if its group's rewards were all equal: it taught nothing."""
     rewards: dict[str, float] = {"tiny_preference": 1.0}
     """Reward name (or module:function) -> weight of its advantages. Each is normalised by itself first."""
+    reward_options: dict[str, dict[str, Any]] = {}
+    """Reward name -> its own options, such as where its model lies (docs/rewards.md)."""
     max_invalid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The run stops, with a checkpoint, when more than this share of an iteration's samples has no reward."""
 
@@ -249,6 +251,12 @@ class Settings(BaseModel):
                     f"the last to explore is {num_steps - 2}: a denoising step must follow the noise"
                 )
         make_algorithm(self.algorithm, self.algorithm_options())  # the preset's own checks
+        if unused := [
+            name for name in self.reward_options if name not in {*self.rewards, *self.eval_rewards}
+        ]:
+            raise ValueError(
+                f"reward_options for {unused[0]!r}, which is in neither rewards nor eval_rewards"
+            )
         if self.eval_every and self.eval_prompts is None:
             raise ValueError(f"eval_every={self.eval_every} needs eval_prompts, such as world:demo or a file")
         if self.lora_alpha is not None and not self.lora_rank:
@@ -293,10 +301,6 @@ class Settings(BaseModel):
         """The resolved settings as a recipe."""
         return to_toml(self.resolved().model_dump())
 
-    def identity(self) -> dict[str, Any]:
-        """What two runs must share to be parts of one run."""
-        return {key: value for key, value in self.resolved().model_dump().items() if key not in MAY_CHANGE}
-
     def check_files(self) -> None:
         """Are prompts and weights there, and are the run folder and the cache writable?
 
@@ -327,12 +331,4 @@ ALGORITHM_OPTIONS = (
     "eta", "diffusion", "clip_range",
     "advantage_clip", "advantage_std", "kl_beta", "update", "train_fraction", "window", "window_hold",
     "window_stride", "window_order", "roll_back", "flash",
-)  # fmt: skip
-
-# These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
-MAY_CHANGE = (
-    "iterations", "stop_after", "resume", "out", "device", "tensorboard", "checkpoint_every", "keep_last",
-    "keep_every", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards", "eval_num_steps",
-    "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
-    "compile_blocks", "shard_size",
 )  # fmt: skip

@@ -114,7 +114,7 @@ class Trainer:
         check_weights(settings, mesh)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
-        self.rewards: dict[str, CheckedReward] = load_rewards(names, device)
+        self.rewards: dict[str, CheckedReward] = load_rewards(names, device, settings.reward_options)
         embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
@@ -166,7 +166,9 @@ class Trainer:
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             progress.note(described(settings, self.policy, self.parameters, self.step))
-            progress.note(self.prompt_report)
+            for note in (self.prompt_report, *(reward.describe() for reward in self.rewards.values())):
+                if note:
+                    progress.note(note)
             try:
                 if self.step == 0 and self.comparison.sets:
                     progress.note("drawing with the untrained model")
@@ -242,6 +244,8 @@ class Trainer:
             tails=self.policy.tails,
         )
         trained = {name: self.rewards[name] for name in settings.rewards}
+        for reward in trained.values():
+            reward.last_error = None
         rollouts = score(
             self.policy, samples, trained, texts, metadata,
             decode_batch=settings.decode_batch, stopwatch=stopwatch,
@@ -292,10 +296,12 @@ class Trainer:
         share = invalid_share(rollouts)
         if share > self.settings.max_invalid_fraction:
             self.save()
+            told = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
+            errors = {name: error for one in told for name, error in one.items()}
             raise RunStopped(
                 f"iteration {self.step + 1}: {share:.0%} of the samples have no reward "
                 f"(max_invalid_fraction={self.settings.max_invalid_fraction}): "
-                f"{why_invalid(rollouts, list(self.settings.rewards))}. A checkpoint of iteration "
+                f"{why_invalid(rollouts, list(self.settings.rewards), errors)}. A checkpoint of iteration "
                 f"{self.step} is in {self.out}"
             )
 

@@ -6,7 +6,7 @@
              "per_step": an optimizer step after each noise step
 
 With one optimizer step the old log-probability is the new one, detached, and the ratio is exactly 1. With
-several, one pass without gradient through the same forwards gives it, before the first step.
+several, one more pass through the same forwards gives it, before the first step.
 
 Each process has the rows of its groups; gradients are averaged over processes, so a batch counts by its share
 of all processes' rows. Processes with fewer rows of a step make up for it with forwards that count nothing.
@@ -228,10 +228,10 @@ def update(
     plans = [_batches(group, update_batch) for group in groups]
     old: dict[int, Tensor] = {}
     if len(groups) > 1:
-        with torch.no_grad():
-            for g, (batches, _) in enumerate(plans):
-                found = [evaluate(rows[b], policy.velocity)[0][: None if n else 0] for b, n in batches]
-                old[g] = torch.cat(found)
+        # With gradient, dropped at once: without it other kernels may run, and the first ratio be no 1.
+        for g, (batches, _) in enumerate(plans):
+            found = [evaluate(rows[b], policy.velocity)[0].detach()[: None if n else 0] for b, n in batches]
+            old[g] = torch.cat(found)
 
     stats: dict[str, list[Tensor]] = {}
     drift = torch.zeros((), device=rows.x.device)

@@ -3,32 +3,29 @@
     a FLUX in diffusers layout     every part against a network without storage, built from its config.json
     a transformer, one file        diffusers' or the original's keys, against FLUX.1-dev or `base`
     a LoRA file                    its layers, ranks and shapes, against the same
+    a reward model                 folder or file, see g2rpo.verify_rewards
 
 A kind is a function that gives rows, and a line in `KINDS`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from g2rpo.doctor import Row
+from g2rpo.headers import AGAIN, Header, Shapes, compared, dtypes, not_floats, problems, read_header
 from g2rpo.models.files import PARTS, component_class, read_json, transformer_config
 from g2rpo.models.known import FLUX_1_DEV
 from g2rpo.models.layout import is_original, original_prefix, to_original
 from g2rpo.models.lora_layout import adapters, comfyui_names, is_lora
 from g2rpo.models.weights import weight_file
 from g2rpo.saved import export_record
+from g2rpo.verify_rewards import REWARD_KINDS
 
-Shapes = dict[str, tuple[int, ...]]
-Header = dict[str, tuple[str, tuple[int, ...]]]
-
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-AGAIN = "fetch it again"
 OTHER = "another architecture or layout; name the model it belongs to with --base"
 TOKENIZERS = {
     "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),
@@ -41,18 +38,18 @@ def verify(path: str | Path, base: str | None = None) -> list[Row]:
     """Rows for `g2rpo doctor --verify PATH`: one for each sound file or part, one for each thing wrong.
 
     Args:
-        path: a folder or a .safetensors file.
+        path: a folder or a weight file.
         base: model that a bare file belongs to, as `load_policy` takes it; None: FLUX.1-dev.
 
     Raises:
         ValueError: a `base` that is not there.
     """
     path = Path(path).expanduser()
-    for recognise, check in KINDS:
+    for recognise, check in (*REWARD_KINDS, *KINDS):
         if recognise(path):
             return check(path, base)
-    found = "neither a model's folder nor a .safetensors file" if path.exists() else "not there"
-    return [Row(str(path), "missing", found, "give a folder in diffusers layout, or a .safetensors file")]
+    found = "neither a model's folder nor a weight file" if path.exists() else "not there"
+    return [Row(str(path), "missing", found, "give a folder in diffusers layout, or a weight file")]
 
 
 # ---- kinds
@@ -131,7 +128,7 @@ def _transformer(name: str, found: Header, config: Mapping[str, Any]) -> list[Ro
         prefix = original_prefix(found)  # beside prefixed keys there may be a VAE and text encoders
         found = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
         shapes = _original_shapes(shapes, config)
-    return _compared(name, found, shapes, OTHER)
+    return compared(name, found, shapes, OTHER)
 
 
 def _lora(name: str, found: Header, config: Mapping[str, Any]) -> list[Row]:
@@ -150,7 +147,7 @@ def _lora(name: str, found: Header, config: Mapping[str, Any]) -> list[Row]:
         if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (up[0], down[1]) != places[layer]:
             misfits.append(f"{layer} (A {down}, B {up} on {places[layer]})")
     ranks = sorted({layers[layer]["A"][1][0] for layer in layers if layers[layer]["A"][1]})
-    return _problems(
+    return problems(
         name,
         {
             "unknown layers": (
@@ -158,9 +155,9 @@ def _lora(name: str, found: Header, config: Mapping[str, Any]) -> list[Row]:
                 f"{OTHER}; text encoders take no adapters here",
             ),
             "shapes that do not fit": (misfits, OTHER),
-            "tensors of no floating-point numbers": (_not_floats(found), "g2rpo reads no quantised weights"),
+            "tensors of no floating-point numbers": (not_floats(found), "g2rpo reads no quantised weights"),
         },
-    ) or [Row(name, "ok", f"a LoRA on {len(layers)} layers, rank {_span(ranks)}, {_dtypes(found)}")]
+    ) or [Row(name, "ok", f"a LoRA on {len(layers)} layers, rank {_span(ranks)}, {dtypes(found)}")]
 
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, str | None], list[Row]]], ...] = (
@@ -173,25 +170,6 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, str | None], list[Row
 
 
 # ---- headers
-
-
-def read_header(path: Path) -> Header:
-    """Key -> (dtype as safetensors has it, shape) of a whole, sound file.
-
-    Raises:
-        ValueError: truncated, or no safetensors file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:  # torch would claim the memory of it all
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
-            return {key: (str(one.get_dtype()), tuple(one.get_shape())) for key, one in slices.items()}
-    except SafetensorError as error:
-        with path.open("rb") as stream:
-            pointer = stream.read(12) == b"version http"
-        why = "is a git-lfs pointer: `git lfs pull` fetches the file" if pointer else f"is damaged ({error})"
-        raise ValueError(f"{path} {why}") from error
 
 
 def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | None = None) -> list[Row]:
@@ -208,7 +186,7 @@ def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | 
         places = {}
     files = [folder / name for name in sorted(set(places.values()))] or [folder / stem]
     if absent := [file.name for file in files if not file.is_file()]:
-        return _problems(folder.name, {"missing files": (absent, AGAIN)})
+        return problems(folder.name, {"missing files": (absent, AGAIN)})
     found: Header = {}
     damaged = []
     for file in files:
@@ -220,9 +198,9 @@ def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | 
         absent += [key for key, place in places.items() if place == file.name and key not in header]
         found |= header
     if damaged:
-        return _problems(folder.name, {"damaged files": (damaged, AGAIN)})
+        return problems(folder.name, {"damaged files": (damaged, AGAIN)})
     if absent:
-        return _problems(folder.name, {f"keys not in the files that {index.name} says": (absent, AGAIN)})
+        return problems(folder.name, {f"keys not in the files that {index.name} says": (absent, AGAIN)})
     for alias, key in (ties or {}).items():
         if alias in found:
             found.setdefault(key, found.pop(alias))
@@ -231,39 +209,7 @@ def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | 
         for key, value in found.items()
         if not key.endswith(".position_ids")  # old CLIP files store the numbers from 0
     }
-    return _compared(
-        folder.name, found, shapes, "config.json and weights are of two models: fetch both again"
-    )
-
-
-def _compared(name: str, found: Header, shapes: Shapes, advice: str) -> list[Row]:
-    """Keys, shapes and dtypes against what they should be."""
-    misfits = [
-        f"{key} {found[key][1]}, not {shape}"
-        for key, shape in shapes.items()
-        if key in found and found[key][1] != shape
-    ]
-    count = sum(math.prod(shape) for _, shape in found.values())
-    return _problems(
-        name,
-        {
-            "missing keys": (shapes.keys() - found.keys(), f"{AGAIN}, if it was cut short; else {advice}"),
-            "unknown keys": (found.keys() - shapes.keys(), advice),
-            "shapes that do not fit": (misfits, advice),
-            "tensors of no floating-point numbers": (_not_floats(found), "g2rpo reads no quantised weights"),
-        },
-    ) or [Row(name, "ok", f"{len(found)} tensors, {count:,} numbers, {_dtypes(found)}")]
-
-
-def _problems(name: str, problems: Mapping[str, tuple[Iterable[str], str]]) -> list[Row]:
-    """A row for each kind of problem (label -> what has it, advice) that there is, naming the first three."""
-    rows = []
-    for label, (items, advice) in problems.items():
-        listed = sorted(items)
-        if listed:
-            shown = ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
-            rows.append(Row(name, "missing", f"{len(listed)} {label}: {shown}", advice))
-    return rows
+    return compared(folder.name, found, shapes, "config.json and weights are of two models: fetch both again")
 
 
 # ---- what should be there
@@ -299,14 +245,6 @@ def _text_encoder(kind: Any, config: Mapping[str, Any]) -> tuple[Shapes, dict[st
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> Shapes:
     return {key: tuple(value.shape) for key, value in state.items()}
-
-
-def _not_floats(found: Header) -> list[str]:
-    return [f"{key} is {dtype}" for key, (dtype, _) in found.items() if dtype not in FLOATS]
-
-
-def _dtypes(found: Header) -> str:
-    return " and ".join(sorted({dtype for dtype, _ in found.values()}))
 
 
 def _span(numbers: list[int]) -> str:

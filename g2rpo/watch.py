@@ -24,7 +24,8 @@ from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.pictures import grid, save_curves, save_png
 from g2rpo.prompts import Prompt
-from g2rpo.rewards import Reward
+from g2rpo.rewards import CheckedReward, Reward
+from g2rpo.rewards.scorer import scoring
 from g2rpo.sample import sample_images
 
 # Training noise is seeded by hashes of keys, these pictures by plain numbers from here on: they never meet.
@@ -88,11 +89,12 @@ class Watcher:
         found: dict[str, list[Tensor]] = {name: [] for name in self.rewards}
         images = images[_share()]
         texts, known = pictures.prompts[_share()], pictures.metadata[_share()]
-        for low in range(0, len(images), self.batch):
-            part = images[low : low + self.batch].to(self.policy.device)
-            for name, reward in self.rewards.items():
+        with scoring(self.rewards.values()):
+            for low in range(0, len(images), self.batch):
+                part = images[low : low + self.batch].to(self.policy.device)
                 prompts, metadata = list(texts[low : low + self.batch]), list(known[low : low + self.batch])
-                found[name].append(reward(part, prompts, metadata).float().cpu())
+                for name, reward in self.rewards.items():
+                    found[name].append(reward(part, prompts, metadata).float().cpu())
         return {name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in found.items()}
 
     def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:
@@ -110,7 +112,13 @@ class Watcher:
             "seeds": list(pictures.seeds),
             "num_steps": self.num_steps,
         }
+        judges = {
+            name: said
+            for name, one in self.rewards.items()
+            if isinstance(one, CheckedReward) and (said := one.describe())
+        }
         record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
+        record |= {"judges": judges} if judges else {}
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"step_{step:06d}.json").write_text(json.dumps(record), encoding="utf-8")

@@ -6,6 +6,8 @@ Imports take 8 s a process, a tiny run takes less.
 import multiprocessing
 import os
 import socket
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,3 +67,32 @@ def train_as(recipe: str, *changes: str) -> None:
 
     torch.compile = lambda function, **options: function  # torchao's step; compiling needs a C++ compiler
     train(load_settings(recipe, list(changes)))
+
+
+def run_command(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    """`g2rpo WORDS` in a process of its own: exit code, stdout and stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = FORKS.Process(target=_command, args=(words, cwd or Path.cwd(), environment, files))
+        process.start()
+        process.join(SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        texts = [file.read_text(encoding="utf-8") if file.exists() else "" for file in files]
+    return subprocess.CompletedProcess(words, process.exitcode, *texts)
+
+
+def _command(words, cwd, environment, files) -> None:
+    import sys
+
+    for number, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(cwd)
+    os.environ |= environment
+    # As an installed script has it: neither the current folder nor that of the tests is searched for modules.
+    sys.path[:] = [place for place in sys.path if place and Path(place) != Path(__file__).parent]
+    sys.argv = ["g2rpo", *words]
+    from g2rpo.__main__ import app
+
+    app(prog_name="g2rpo")

@@ -1,11 +1,9 @@
 """What a user can get wrong, through the command: said in words, exit code 2; nothing loaded or written."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 ROOT = Path(__file__).parents[1]
 HOLLOW = "model=./hollow"
@@ -33,10 +31,7 @@ def contents(folder):
 def refused(place, *words):
     """stderr of a command that must fail cleanly."""
     before = contents(place)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(place), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "g2rpo", *words], cwd=place, env=environment, capture_output=True, text=True
-    )
+    done = run_command(*words, cwd=place, HOME=str(place))
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
     assert contents(place) == before

@@ -1,7 +1,6 @@
 """The command as users call it: help, costs, training, pictures and exports, by the files that they read."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from processes import run_command
 
 from g2rpo.console import positive_number, recipe_and_overrides
 from g2rpo.metrics import read_metrics
@@ -18,7 +18,7 @@ from g2rpo.pictures import from_pil, read_png_text
 from g2rpo.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("train", "plan", "fetch", "embed", "sample", "export", "doctor")
+COMMANDS = ("train", "plan", "fetch", "embed", "sample", "score", "export", "doctor")
 SMALL = [
     "prompts=world:demo",
     "prompts_per_iteration=1",
@@ -49,12 +49,7 @@ SMALL = [
 
 def g2rpo(*words, cwd=None, code=0, width=200):
     """stdout and stderr of a command."""
-    # PYTHONSAFEPATH: as for the installed script, the current folder is not searched for modules.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(width)}
-    done = subprocess.run(
-        [sys.executable, "-m", "g2rpo", *words], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    done = run_command(*map(str, words), cwd=cwd, COLUMNS=str(width))
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g2rpo.algorithms import PRESETS
-from g2rpo.config import check_same_run, load_settings, read_settings
+from g2rpo.config import MAY_CHANGE, check_same_run, load_settings, read_settings
 from g2rpo.recipe import parse_recipe, parse_value, shipped_recipes, to_toml
-from g2rpo.settings import ALGORITHM_OPTIONS, MAY_CHANGE, Settings
+from g2rpo.settings import ALGORITHM_OPTIONS, Settings
 
 
 def refusal(*overrides: str, recipe: str | None = None) -> str:
@@ -202,6 +202,19 @@ def test_going_on_with_other_settings():
     message = str(caught.value)
     assert "lr: 2e-05 there, 0.001 given" in message and "group_size: 8 there, 4 given" in message
     assert "iterations" not in message
+
+
+def test_a_reward_may_be_reached_another_way_but_not_be_another():
+    def judged(options: str) -> Settings:
+        return load_settings("tiny", ["rewards={unified=1.0}", f"reward_options.unified={options}"])
+
+    saved = judged('{servers=["http://a/v1"], model="M", concurrency=4}').resolved()
+    check_same_run(saved, judged('{servers=["http://b/v1","http://c/v1"], model="M", timeout=9}'))
+    with pytest.raises(ValueError, match="reward_options"):
+        check_same_run(saved, judged('{servers=["http://a/v1"], model="other"}'))
+    with pytest.raises(ValueError, match="reward_options for 'hps', which is in neither"):
+        load_settings("tiny", ['reward_options.hps={path="x"}'])
+    assert load_settings("tiny", ["eval_rewards=['hps']", 'reward_options.hps={path="x"}']).reward_options
 
 
 values = st.recursive(

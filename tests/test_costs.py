@@ -11,6 +11,7 @@ from g2rpo.checkpoint import save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.costs import plan_costs, rows
 from g2rpo.models.shape import FluxShape, flux_shape
+from g2rpo.rewards.scorer import DTYPE
 from g2rpo.saved import policy_of
 from g2rpo.settings import Settings
 from g2rpo.speeds import measure_forward
@@ -221,3 +222,21 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         flux_shape("black-forest-labs/FLUX.1-dev", max_sequence_length=5000)
     with pytest.raises(ValueError, match="missing"):
         flux_shape(tmp_path)
+
+
+def test_reward_models_are_counted():
+    def judges(**changes) -> float:
+        settings = Settings(**FLUX, **{"rewards": {"hps": 1.0, "clip": 1.0}, **changes})
+        return plan_costs(settings).memory.always.get("rewards", 0) / 1e9
+
+    one = 0.986109441
+    whole = 4 * 2 * one if DTYPE == "float32" else 2 * 2 * one
+    assert judges() == pytest.approx(whole)
+    assert judges(
+        reward_options={"hps": {"dtype": "float32"}, "clip": {"dtype": "float16"}}
+    ) == pytest.approx(6 * one)
+    assert judges(reward_options={"clip": {"offload": "cpu"}}) == pytest.approx(whole / 2)
+    assert judges(eval_rewards=["hps", "pickscore", "imagereward"]) == pytest.approx(
+        whole / 2 * 3 + whole / 2 / one * 0.446666465
+    )
+    assert judges(rewards={"colourfulness": 1.0}) == 0

@@ -22,6 +22,8 @@ from g2rpo.rewards import REWARDS
 ROOT = Path(__file__).parents[1]
 SHA = "0" * 40
 FLUX, HPS = "black-forest-labs/FLUX.1-dev", "xswu/HPSv2"
+WORDS = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # of which rewards take the tokenizer
+WORD_FILES = ("tokenizer_config.json", "vocab.json", "merges.txt")
 HPS_BYTES = 1_972_455_412
 
 
@@ -31,7 +33,7 @@ def model(tmp_path_factory) -> Path:
 
 
 class Hub:
-    """A hub of two repositories, over the calls that are made of it."""
+    """A hub of three repositories, over the calls that are made of it."""
 
     def __init__(self, model: Path, cache: Path) -> None:
         self.model, self.cache = model, cache
@@ -50,6 +52,9 @@ class Hub:
         if repo_id == HPS:
             files = [("HPS_v2.1_compressed.pt", HPS_BYTES), ("HPS_v2_compressed.pt", HPS_BYTES)]
             return self.info(repo_id, files, {"license": "apache-2.0"}, gated=False)
+        if repo_id == WORDS:
+            files = [*((name, 1000) for name in WORD_FILES), ("model.safetensors", 3_944_517_836)]
+            return self.info(repo_id, files, {"license": "mit"}, gated=False)
         raise http_error(RepositoryNotFoundError, 401)
 
     def info(self, repo_id, files, card, gated):
@@ -67,8 +72,10 @@ class Hub:
             shutil.copytree(self.model, folder, dirs_exist_ok=True)
         else:
             folder.mkdir(parents=True)
-            assert "HPS_v2.1_compressed.pt" in allow_patterns
-            (folder / "HPS_v2.1_compressed.pt").write_bytes(b"weights")
+            names = ("HPS_v2.1_compressed.pt",) if repo_id == HPS else WORD_FILES
+            assert set(names) <= {*allow_patterns}
+            for name in names:
+                (folder / name).write_bytes(b"weights")
         return str(folder)
 
     def snapshot(self, repo_id) -> Path:
@@ -97,24 +104,25 @@ def size_of(folder: Path) -> int:
 
 
 def test_what_will_be_fetched_is_said_first(hub, model):
-    flux, hps, own, tiny = needs(FLUX, ["hps", "mine:score", "tiny_clip", "hps"])
+    flux, hps, words, own, tiny = needs(FLUX, ["hps", "mine:score", "tiny_clip", "hps"])
     assert (flux.size_bytes, flux.missing_bytes) == (size_of(model), size_of(model))  # no single-file copy
     assert flux.licence == "flux-1-dev-non-commercial-license" and flux.access == "gated, granted"
     assert (hps.num_files, hps.missing_bytes, hps.licence, hps.access) == (1, HPS_BYTES, "apache-2.0", "open")
     assert "1.97 GB to fetch" in str(hps) and "reward hps" in str(hps)
+    assert (words.place, words.num_files, words.size_bytes) == (WORDS, 3, 3000)
     assert "your own code" in str(own) and "ships with g2rpo" in str(tiny)
     assert not hub.downloads
 
 
 def test_then_it_is_fetched_and_not_again(hub, capsys):
     fetch_needs(needs(FLUX, ["hps"]))
-    assert hub.downloads == [FLUX, HPS]
+    assert hub.downloads == [FLUX, HPS, WORDS]
     assert "1.97 GB to fetch into" in capsys.readouterr().out
     again = needs(FLUX, ["hps"])
-    assert [need.num_missing for need in again] == [0, 0] and "all here" in str(again[0])
+    assert [need.num_missing for need in again] == [0, 0, 0] and "all here" in str(again[0])
     hub.logged_in = False  # what is here needs no permission
     fetch_needs(again)
-    assert hub.downloads == [FLUX, HPS]
+    assert hub.downloads == [FLUX, HPS, WORDS]
     (hub.snapshot(FLUX) / "vae" / "config.json").unlink()
     assert needs(FLUX, [])[0].num_missing == 1
 
@@ -164,7 +172,8 @@ def test_space_is_looked_at_before(hub, monkeypatch):
 
 def test_every_reward_is_accounted_for():
     # A new reward that loads something names it in REWARD_SOURCES; these load what lies in the package.
-    inside = {name for name in REWARDS if name.startswith(("tiny_", "verifier", "colourfulness"))}
+    inside = {"tiny_clip", "tiny_preference", "verifier", "verifier_strict", "colourfulness"}
+    inside |= {"geneval", "geneval_strict", "ocr"}
     assert set(REWARDS) - inside <= set(REWARD_SOURCES)
     assert "server" in str(needs("tiny", ["unified"])[1])
     with pytest.raises(ValueError, match="did you mean 'hps'"):

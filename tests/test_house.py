@@ -21,10 +21,15 @@ def test_no_file_is_too_long_to_read(path):
     assert len(path.read_text().splitlines()) <= 350
 
 
+# A reward is code of a user, or what a server says: whatever it raises means "no score", traceback logged.
+MAY_CATCH_ALL = {"g2rpo/rewards/checked.py": 1}
+
+
 @pytest.mark.parametrize(
     "path", [path for path in SOURCES if ROOT / "g2rpo" in path.parents], ids=lambda p: p.name
 )
 def test_no_code_asks_which_algorithm_runs(path):
+    broad_ones = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare):
             text = ast.unparse(node)
@@ -34,4 +39,6 @@ def test_no_code_asks_which_algorithm_runs(path):
         if isinstance(node, ast.ExceptHandler):
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             reraised = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-            assert not broad or reraised, f"{path}:{node.lineno}: a broad except"
+            if broad and not reraised:
+                broad_ones.append(f"{path}:{node.lineno}: a broad except")
+    assert len(broad_ones) == MAY_CATCH_ALL.get(str(path.relative_to(ROOT)), 0), broad_ones

@@ -17,11 +17,11 @@ ROWS = [
     "policy models world rewards",
     "prompts conditioning tree explore rollout",
     "checkpoint metrics options recipe settings config",
-    "interrupt reward_stats saved pictures sample export",
+    "interrupt reward_stats saved pictures matching sample export",
     "optimizer update watch before_after run guard embed memory focus",
     "trainer",
-    "evaluate compare speeds costs planning report demo doctor verify fetch",
-    "console",
+    "score evaluate compare speeds costs planning report demo doctor headers verify_rewards verify fetch",
+    "console commands",
     "__main__",
 ]
 ROOMS = [room for row in ROWS for room in row.split()]
@@ -79,7 +79,7 @@ def test_the_package_itself_loads_nothing_heavy():
 
 def test_settings_and_files_load_no_models():
     loaded = loaded_by("g2rpo.config", "g2rpo.prompts", "g2rpo.metrics", "g2rpo.checkpoint", "g2rpo.doctor")
-    assert not loaded & {"diffusers", "transformers", "peft", "matplotlib", "tensorboard"}
+    assert not loaded & {"diffusers", "transformers", "peft", "matplotlib", "tensorboard", "httpx"}
 
 
 def test_reading_settings_needs_no_torch():

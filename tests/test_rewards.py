@@ -66,9 +66,10 @@ def test_a_wrong_answer_is_an_error_that_names_the_reward(own_rewards, name, mes
         load_reward(f"my_rewards:{name}", torch.device("cpu"))(IMAGES, PROMPTS)
 
 
-def test_a_reward_that_fails_is_not_swallowed(own_rewards):
-    with pytest.raises(RuntimeError, match="the scorer is down"):
-        load_reward("my_rewards:breaks", torch.device("cpu"))(IMAGES, PROMPTS)
+def test_a_reward_that_fails_gives_no_number_and_is_told(own_rewards, caplog):
+    reward = load_reward("my_rewards:breaks", torch.device("cpu"))
+    assert reward(IMAGES, PROMPTS).isnan().all() and reward.last_error == "RuntimeError: the scorer is down"
+    assert "my_rewards:breaks" in caplog.text and "the scorer is down" in caplog.text
 
 
 def test_nan_passes_through():

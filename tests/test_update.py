@@ -59,6 +59,25 @@ def test_a_broken_step_is_left_out(name, update_rule, what):
     assert "kl" in told and all(torch.tensor(value).isfinite() for value in told.values())
 
 
+@pytest.mark.parametrize("update_rule", ["once", "per_step"])
+def test_the_first_ratio_is_one_whatever_runs_without_gradient(update_rule):
+    """Compiled blocks or another attention may round differently there; the old log-probability must not."""
+
+    class Other(GaussianPolicy):
+        def velocity(self, x, sigma, cond):
+            return super().velocity(x, sigma, cond) * (1 if torch.is_grad_enabled() else 1.001)
+
+    algorithm = replace(PRESETS["g2rpo"](num_steps=10), update=update_rule)
+    policy = Other()
+    with torch.no_grad():
+        rollouts = rollouts_of(algorithm, policy)
+    rows = rows_of(rollouts, advantages_of(rollouts, algorithm, [1.0]))
+    still = torch.optim.SGD(policy.module.parameters(), lr=0.0)
+    sigmas, cond = shifted_sigmas(10), policy.encode(PROMPTS)
+    told = update(policy, algorithm, rows, cond, sigmas, still, max_grad_norm=1e9)
+    assert told["ratio_max_dev"] == 0 and told["rollout_ratio_dev"] > 1e-6
+
+
 def test_a_negative_weight_turns_its_reward_around():
     algorithm = PRESETS["mix_grpo"]()
     assert algorithm.normalize_weights

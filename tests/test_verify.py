@@ -204,7 +204,7 @@ def test_other_models_are_named(model, tmp_path):
     index.write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
     assert "StableDiffusionPipeline" in only_problem(verify(model)).found
     index.unlink()
-    assert only_problem(verify(model)).found == "neither a model's folder nor a .safetensors file"
+    assert only_problem(verify(model)).found == "neither a model's folder nor a weight file"
     assert only_problem(verify(tmp_path / "nowhere")).found == "not there"
     config = model / "transformer" / "config.json"
     assert not problems(verify(model / "transformer"))

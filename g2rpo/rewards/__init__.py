@@ -6,13 +6,14 @@ A score has the units of its paper's tables. NaN means "no score": the sample is
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from g2rpo.rewards.checked import CheckedReward
 from g2rpo.words import did_you_mean
 
 Metadata = list[dict[str, Any]]
@@ -35,71 +36,84 @@ REWARDS: dict[str, str] = {
     "tiny_clip": "g2rpo.rewards.tiny_clip:load",
     "tiny_preference": "g2rpo.rewards.tiny_preference:load",
     "colourfulness": "g2rpo.rewards.colourfulness:load",
-    **dict.fromkeys(("hps", "clip", "pickscore", "imagereward", "unified"), "g2rpo.rewards.coming:load"),
+    "ocr": "g2rpo.rewards.ocr:load",
+    "geneval": "g2rpo.rewards.geneval:load",
+    "geneval_strict": "g2rpo.rewards.geneval:load_strict",
+    "unified": "g2rpo.rewards.unified:load",
+    "http": "g2rpo.rewards.http:load",
+    "hps": "g2rpo.rewards.hps:load",
+    "clip": "g2rpo.rewards.clip:load",
+    "pickscore": "g2rpo.rewards.pickscore:load",
+    "imagereward": "g2rpo.rewards.imagereward:load",
 }
-"""Name -> `module:factory`; the factory takes a torch.device and returns a Reward."""
+"""Name -> `module:factory`; a factory takes a torch.device and keyword options, and returns a Reward."""
 
 
-@dataclass(frozen=True)
-class CheckedReward:
-    """A reward whose every answer is checked before it can become an advantage."""
-
-    name: str
-    reward: Reward
-
-    def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        """As `Reward.__call__`.
-
-        Raises:
-            ValueError: inputs of unequal length, or an answer that is not one float32 an image.
-        """
-        n = len(images)
-        if len(prompts) != n or (metadata is not None and len(metadata) != n):
-            lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
-            raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; they must be equal")
-        scores = self.reward(images, prompts, metadata)
-        if not isinstance(scores, Tensor):
-            raise ValueError(f"reward {self.name!r} returned {type(scores).__name__}, not a torch.Tensor")
-        if scores.shape != (n,) or scores.dtype != torch.float32:
-            raise ValueError(
-                f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
-                f"it must return float32 ({n},), NaN for a sample without a score"
-            )
-        return scores.detach()
+Options = Mapping[str, Any]
 
 
-def load_reward(name: str, device: torch.device) -> CheckedReward:
+def load_reward(name: str, device: torch.device, options: Options | None = None) -> CheckedReward:
     """The reward called `name`, or the one at `module:attribute`.
 
     A custom attribute that is a class is constructed with `device`; any other callable is the reward itself.
 
+    Args:
+        options: keyword arguments of the reward's factory, or of the custom class, after the device.
+
     Raises:
-        ValueError: an unknown name (with the nearest known one), or nothing usable at `module:attribute`.
+        ValueError: an unknown name (with the nearest known one), nothing usable at `module:attribute`, or
+            options that it does not take.
     """
+    options = dict(options or {})
     if name in REWARDS:
-        return CheckedReward(name, _attribute(REWARDS[name])(device))
+        factory = _attribute(REWARDS[name])
+        _check_options(name, factory, options)
+        return CheckedReward(name, factory(device, **options))
     if ":" not in name:
         raise ValueError(
             f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; "
             f"known: {', '.join(REWARDS)}, or module:function for your own"
         )
     target = _attribute(name)
-    reward: Any = target(device) if isinstance(target, type) else target
+    if options and not isinstance(target, type):
+        raise ValueError(f"reward {name!r} is a function, which takes no options; make it a class for those")
+    if options:
+        _check_options(name, target, options)
+    reward: Any = target(device, **options) if isinstance(target, type) else target
     if not callable(reward):
         raise ValueError(f"{name} is a {type(reward).__name__}; a reward must be callable")
     return CheckedReward(name, reward)
 
 
-def load_rewards(names: Iterable[str], device: torch.device | str) -> dict[str, CheckedReward]:
+def load_rewards(
+    names: Iterable[str], device: torch.device | str, options: Mapping[str, Options] | None = None
+) -> dict[str, CheckedReward]:
     """All named rewards, in the order given (a dict of weights gives its names).
+
+    Args:
+        options: reward name -> its options; names that are not loaded are ignored.
 
     Raises:
         ValueError: none given, or one that cannot be loaded.
     """
-    rewards = {name: load_reward(name, torch.device(device)) for name in names}
+    given = options or {}
+    rewards = {name: load_reward(name, torch.device(device), given.get(name)) for name in names}
     if not rewards:
         raise ValueError(f"no rewards given; known: {', '.join(REWARDS)}, or module:function for your own")
     return rewards
+
+
+def _check_options(name: str, factory: Any, options: Options) -> None:
+    parameters = list(inspect.signature(factory).parameters.values())[1:]  # after the device
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(
+                f"reward {name!r} has no option {option!r}{did_you_mean(option, known)}; {takes}"
+            )
 
 
 def _attribute(target: str) -> Any:

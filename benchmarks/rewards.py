@@ -1,0 +1,208 @@
+"""The four reward models at full size: images per second, memory, and how much their scores tremble by dtype.
+
+    python benchmarks/rewards.py --out results/performance/rewards.json
+    python benchmarks/rewards.py --path hps=HPS_v2.1_compressed.pt    # real weights where they are here
+    python benchmarks/rewards.py --tiny --device cpu                  # does it run?
+
+Weights are random unless given, so scores mean nothing, but arithmetic and rounding are those of the real
+networks. The floor of a dtype and batch size is the difference of its scores to float32's in batches of 1, on
+the same weights, pictures and captions: its mean moves a whole group and leaves advantages alone, its
+standard deviation within groups is the noise; compare it with the group's own spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from g2rpo.models import resolve_device
+from g2rpo.rewards import imagereward, load_reward, networks
+from g2rpo.rewards.clip_reward import ClipReward
+from g2rpo.rewards.preprocess import crop_transformers, framed, pad, squash
+from g2rpo.rewards.scorer import DTYPES, ModelReward, Use
+
+NAMES = ("hps", "clip", "pickscore", "imagereward")
+FRAMES = {"hps": pad, "clip": squash, "pickscore": crop_transformers}
+
+
+def random_network(name: str, device: torch.device, tiny: bool) -> Any:
+    """The network of a reward with random weights, float32."""
+    torch.manual_seed(NAMES.index(name))
+    with device:
+        if name == "imagereward":
+            vision, text = dict(imagereward.VISION), dict(imagereward.TEXT)
+            if tiny:
+                vision |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+                text |= {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+            return imagereward.ImageRewardNetwork(vision, text)
+        from transformers import CLIPModel
+
+        sizes: dict[str, Any] = {**copy.deepcopy(networks.VIT_H_14), "quick_gelu": name == "clip"}
+        if tiny:
+            sizes["vision_cfg"] |= {"layers": 2, "width": 64, "head_width": 16, "patch_size": 32}
+            sizes["text_cfg"] |= {"layers": 2, "width": 48, "heads": 4}
+        return CLIPModel(networks.clip_config(sizes))
+
+
+def random_ids(length: int, vocabulary: int, end: int) -> Any:
+    """A tokenizer in name only: 12 ids drawn by the caption, then the end."""
+
+    def ids(prompts: list[str]) -> Tensor:
+        rows = torch.zeros(len(prompts), length, dtype=torch.int64)
+        for row, prompt in zip(rows, prompts, strict=True):
+            drawn = torch.Generator().manual_seed(zlib.crc32(prompt.encode()))
+            row[:12] = torch.randint(1000, vocabulary - 2, (12,), generator=drawn)
+            row[12] = end
+        return rows
+
+    return ids
+
+
+def build(name: str, network: Any, use: Use, path: str | None) -> ModelReward:
+    if path is not None:
+        loaded = load_reward(
+            name, use.device, {"path": path, "batch": use.batch, "dtype": use.dtype, "offload": use.offload}
+        )
+        return loaded.reward
+    network = copy.deepcopy(network)
+    if name == "imagereward":
+        return imagereward.ImageReward(network, random_ids(35, 30522, 102), use)
+    return ClipReward(network, random_ids(77, 49408, 49407), use, FRAMES[name])
+
+
+def pictures(groups: int, members: int, side: int, device: torch.device) -> Tensor:
+    """[groups * members, 3, side, side]: soft shapes, alike within a group, with grain; 8 bits."""
+    drawn = torch.Generator().manual_seed(7)
+
+    def soft(number: int, coarse: int) -> Tensor:
+        low = torch.randn(number, 3, coarse, coarse, generator=drawn)
+        return F.interpolate(low, (side, side), mode="bicubic")
+
+    base = soft(groups, 6).repeat_interleave(members, 0)
+    image = 0.5 + 0.2 * base + 0.1 * soft(groups * members, 24)
+    image += 0.03 * torch.randn(image.shape, generator=drawn)
+    return ((255 * image.clamp(0, 1)).round() / 255).to(device)
+
+
+def seconds(call: Any, device: torch.device, least: float = 1.0) -> float:
+    """Per call, after one to warm up, over `least` seconds or more."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    wait()
+    start, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < least:
+        call()
+        wait()
+        count += 1
+    return passed / count
+
+
+def floor(scores: Tensor, exact: Tensor, members: int) -> dict[str, float]:
+    """Mean and largest difference, and its standard deviation within groups."""
+    error = (scores.double() - exact.double()).unflatten(0, (-1, members))
+    return {
+        "mean": error.mean().item(),
+        "within_groups": error.std(1).square().mean().sqrt().item(),
+        "largest": error.abs().max().item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rewards", default=",".join(NAMES))
+    parser.add_argument("--path", action="append", default=[], metavar="REWARD=PATH")
+    parser.add_argument("--side", type=int, default=720, help="of the pictures, in pixels")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--members", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true", help="small networks and pictures")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.tiny:
+        given.side, given.groups, given.members = 96, 2, 3
+    device = resolve_device(given.device)
+    paths = dict(one.split("=", 1) for one in given.path)
+    images = pictures(given.groups, given.members, given.side, device)
+    prompts = [f"caption {group}" for group in range(given.groups) for _ in range(given.members)]
+    batches = (1, 2) if given.tiny else (1, 32)
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "torch": torch.__version__,
+        "pictures": [len(images), given.side],
+        "weights": paths or "random",
+        "rewards": {},
+    }
+    resident: list[ModelReward] = []
+    for name in given.rewards.split(","):
+        network = None if name in paths else random_network(name, device, given.tiny)
+        told: dict[str, Any] = {"images_per_second": {}, "floor": {}, "gigabytes": {}}
+        exact = None
+        for dtype in DTYPES:
+            reward = build(name, network, Use(device, batches[0], dtype), paths.get(name))
+            size = sum(one.numel() * one.element_size() for one in reward.network.parameters())
+            told["gigabytes"][dtype] = size / 1e9
+            for batch in batches:
+                reward.use = Use(device, batch, dtype)
+                scores = reward(images, prompts)
+                if exact is None:
+                    exact = scores
+                    told["spread_within_groups"] = (
+                        exact.unflatten(0, (-1, given.members)).std(1).mean().item()
+                    )
+                else:
+                    told["floor"][f"{dtype}, batch {batch}"] = floor(scores, exact, given.members)
+                some = images[:batch]
+
+                # A new tensor each time, so that no pixels are remembered; captions are, as in a rollout.
+                call = partial(lambda judge, seen: judge(seen.clone(), prompts[: len(seen)]), reward, some)
+                rate = batch / seconds(call, device, 0.2 if given.tiny else 2.0)
+                told["images_per_second"][f"{dtype}, batch {batch}"] = rate
+            if dtype == "bfloat16":
+                resident.append(reward)
+            del reward
+        frame = (FRAMES | {"imagereward": crop_transformers})[name](given.side, given.side, 224)
+        some = images[: batches[1]]
+        told["preprocessing_ms_per_image"] = 1000 * seconds(partial(framed, some, frame), device) / len(some)
+        results["rewards"][name] = told
+        print(name, json.dumps(told, indent=1), flush=True)
+        del network
+    results["gigabytes_resident"] = {
+        dtype: sum(told["gigabytes"][dtype] for told in results["rewards"].values()) for dtype in DTYPES
+    }
+    if device.type == "cuda":
+        results["bfloat16_peak_gigabytes"] = peak(resident, images, prompts, batches[1])
+    text = json.dumps(results, indent=1)
+    print(text)
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(text + "\n")
+
+
+def peak(rewards: list[ModelReward], images: Tensor, prompts: list[str], batch: int) -> float:
+    """Most memory that all of them together took, resident and scoring in turn, pictures included."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for reward in rewards:
+        reward.use = Use(reward.device, batch, reward.use.dtype)
+        reward(images, prompts)
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+if __name__ == "__main__":
+    main()

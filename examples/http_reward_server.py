@@ -1,0 +1,38 @@
+"""A reward behind HTTP in 30 lines: put your model into `score`, then `python http_reward_server.py 8765`."""
+
+import base64
+import io
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from PIL import Image, ImageStat
+
+
+def score(image, prompt, metadata):
+    """A number, or None where this picture cannot be judged. Here: its brightness, 0 to 1."""
+    return ImageStat.Stat(image.convert("L")).mean[0] / 255
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({"ready": True})  # g2rpo asks once, when it starts
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        images = [Image.open(io.BytesIO(base64.b64decode(text))) for text in asked["images"]]
+        samples = zip(images, asked["prompts"], asked["metadata"], strict=True)
+        self.answer({"scores": [score(*sample) for sample in samples]})
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer.request_queue_size = 64  # callers that may wait for their turn
+    ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()

@@ -1,0 +1,72 @@
+"""What weight files hold, read from their headers, and rows that say how it differs from what they should."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from g2rpo.doctor import Row
+
+Shapes = dict[str, tuple[int, ...]]
+Header = dict[str, tuple[str, tuple[int, ...]]]
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+AGAIN = "fetch it again"
+
+
+def read_header(path: Path) -> Header:
+    """Key -> (dtype as safetensors has it, shape) of a whole, sound file.
+
+    Raises:
+        ValueError: truncated, or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:  # torch would claim the memory of it all
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
+            return {key: (str(one.get_dtype()), tuple(one.get_shape())) for key, one in slices.items()}
+    except SafetensorError as error:
+        with path.open("rb") as stream:
+            pointer = stream.read(12) == b"version http"
+        why = "is a git-lfs pointer: `git lfs pull` fetches the file" if pointer else f"is damaged ({error})"
+        raise ValueError(f"{path} {why}") from error
+
+
+def compared(name: str, found: Header, shapes: Shapes, advice: str) -> list[Row]:
+    """Keys, shapes and dtypes against what they should be."""
+    misfits = [
+        f"{key} {found[key][1]}, not {shape}"
+        for key, shape in shapes.items()
+        if key in found and found[key][1] != shape
+    ]
+    count = sum(math.prod(shape) for _, shape in found.values())
+    return problems(
+        name,
+        {
+            "missing keys": (shapes.keys() - found.keys(), f"{AGAIN}, if it was cut short; else {advice}"),
+            "unknown keys": (found.keys() - shapes.keys(), advice),
+            "shapes that do not fit": (misfits, advice),
+            "tensors of no floating-point numbers": (not_floats(found), "g2rpo reads no quantised weights"),
+        },
+    ) or [Row(name, "ok", f"{len(found)} tensors, {count:,} numbers, {dtypes(found)}")]
+
+
+def problems(name: str, kinds: Mapping[str, tuple[Iterable[str], str]]) -> list[Row]:
+    """A row for each kind of problem (label -> what has it, advice) that there is, naming the first three."""
+    rows = []
+    for label, (items, advice) in kinds.items():
+        listed = sorted(items)
+        if listed:
+            shown = ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
+            rows.append(Row(name, "missing", f"{len(listed)} {label}: {shown}", advice))
+    return rows
+
+
+def not_floats(found: Header) -> list[str]:
+    return [f"{key} is {dtype}" for key, (dtype, _) in found.items() if dtype not in FLOATS]
+
+
+def dtypes(found: Header) -> str:
+    return " and ".join(sorted({dtype for dtype, _ in found.values()}))

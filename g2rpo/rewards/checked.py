@@ -1,0 +1,88 @@
+"""A reward whose answers are checked before they can become advantages: a failure is never a number.
+
+What a reward raises, be it a server's silence or a user's bug, means that the samples of that batch have no
+score (NaN); it is logged with its traceback, once for each place that raises. Enough of them stop the run
+with a checkpoint (max_invalid_fraction). An answer of the wrong kind, shape or type is an error at once: it
+would be wrong each time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from g2rpo.rewards import Metadata, Reward
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class CheckedReward:
+    """A reward by name.
+
+    Attributes:
+        last_error: why samples had no score, as far as the reward told: what it raised, or its own
+            `last_error` (None, or words about its last call). Whoever reads it sets it back to None.
+    """
+
+    name: str
+    reward: Reward
+    last_error: str | None = field(default=None, init=False, compare=False)
+    _told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
+        """As `Reward.__call__`; all NaN where the reward raised.
+
+        Raises:
+            ValueError: inputs of unequal length, or an answer that is not one float32 an image.
+        """
+        n = len(images)
+        if len(prompts) != n or (metadata is not None and len(metadata) != n):
+            lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
+            raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; they must be equal")
+        try:
+            scores = self.reward(images, prompts, metadata)
+        except Exception as error:  # the only place that catches all: tests/test_house.py
+            self._tell(error, n)
+            return torch.full((n,), torch.nan)
+        if not isinstance(scores, Tensor):
+            raise ValueError(f"reward {self.name!r} returned {type(scores).__name__}, not a torch.Tensor")
+        if scores.shape != (n,) or scores.dtype != torch.float32:
+            raise ValueError(
+                f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
+                f"it must return float32 ({n},), NaN for a sample without a score"
+            )
+        self.last_error = getattr(self.reward, "last_error", None) or self.last_error
+        return scores.detach()
+
+    def describe(self) -> str | None:
+        """What the reward says of itself (its `describe()`), for the log; None where it says nothing."""
+        describe = getattr(self.reward, "describe", None)
+        return str(describe()) if callable(describe) else None
+
+    def _tell(self, error: Exception, samples: int) -> None:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        self.last_error = said if len(said) <= 300 else f"{said[:297]}..."
+        place = f"{type(error).__name__} {_place(error.__traceback__)}"
+        if place not in self._told:
+            self._told.add(place)
+            LOG.error(
+                "reward %r failed: the %d samples of this batch have no score. More of the same is counted "
+                "(invalid_fraction/%s), not printed",
+                self.name, samples, self.name, exc_info=error,
+            )  # fmt: skip
+
+
+def _place(trace: TracebackType | None) -> str:
+    """file:line of the innermost frame."""
+    place = ""
+    while trace is not None:
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
