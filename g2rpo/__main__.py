@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import g2rpo
-from g2rpo import commands
+from g2rpo import commands, commands_compare
 from g2rpo.console import (
     Commands,
     folder_to_write,
@@ -259,6 +259,9 @@ def sample(
 
 
 app.command()(commands.score)
+app.command()(commands.evaluate)
+app.command()(commands.gallery)
+app.command()(commands_compare.compare)
 
 
 @app.command()

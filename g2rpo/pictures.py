@@ -149,8 +149,8 @@ def save_curves(
     figure.savefig(path, dpi=120)
 
 
-def _wrapped(text: str, font: Any, width_px: int) -> str:
-    """Broken between words where it can be, within a word where it must, to at most three lines."""
+def _wrapped(text: str, font: Any, width_px: int, most: int = _LINES) -> str:
+    """Broken between words where it can be, within a word where it must, to at most `most` lines."""
     lines = [""]
     for word in " ".join(text.split()).split(" "):
         candidate = f"{lines[-1]} {word}".strip()
@@ -163,11 +163,11 @@ def _wrapped(text: str, font: Any, width_px: int) -> str:
             if lines[-1] and font.getlength(lines[-1] + letter) > width_px:
                 lines.append("")
             lines[-1] += letter
-        if len(lines) > _LINES:
+        if len(lines) > most:
             break
-    if len(lines) > _LINES:
-        last = lines[_LINES - 1]
+    if len(lines) > most:
+        last = lines[most - 1]
         while last and font.getlength(f"{last}…") > width_px:
             last = last[:-1]
-        lines = [*lines[: _LINES - 1], f"{last}…"]
+        lines = [*lines[: most - 1], f"{last}…"]
     return "\n".join(lines)

@@ -310,11 +310,14 @@ def _code(name: str) -> str | None:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, doing: str = "scoring", *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A function that takes how many are done: a bar on a terminal, now and then a line elsewhere."""
+    if quiet:
+        yield lambda done: None
+        return
     console = Console(stderr=True, markup=False, highlight=False)
     if console.is_terminal:
-        columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda done: bar.update(task, completed=done)

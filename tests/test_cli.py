@@ -18,7 +18,10 @@ from g2rpo.pictures import from_pil, read_png_text
 from g2rpo.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("train", "plan", "fetch", "embed", "sample", "score", "export", "doctor")
+COMMANDS = (
+    "train", "plan", "fetch", "embed", "sample", "score", "evaluate", "gallery", "compare", "export",
+    "doctor",
+)  # fmt: skip
 SMALL = [
     "prompts=world:demo",
     "prompts_per_iteration=1",

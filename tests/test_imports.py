@@ -20,8 +20,10 @@ ROWS = [
     "interrupt reward_stats saved pictures matching sample export",
     "optimizer update watch before_after run guard embed memory focus",
     "trainer",
-    "score evaluate compare speeds costs planning report demo doctor headers verify_rewards verify fetch",
-    "console commands",
+    "curves compare_tables compare_page arms side_by_side",
+    "score bootstrap named lineup gallery results evaluate",
+    "compare speeds costs planning report demo doctor headers verify_rewards verify fetch",
+    "console commands commands_compare",
     "__main__",
 ]
 ROOMS = [room for row in ROWS for room in row.split()]

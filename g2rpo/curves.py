@@ -1,0 +1,162 @@
+"""Measured curves of several runs: means over seeds, values at equal cost, and when one arm reaches another.
+
+A run is measured at points (iteration, cumulative forwards, cumulative seconds, value). Forwards and seconds
+are those of the iterations (`nfe`, `seconds` of metrics.jsonl): rollout and update, without evaluations,
+loading and checkpoints. Higher values count as better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+AXES = ("step", "nfe", "seconds")
+COMPARED = ("reward/", "eval/", "eval_gain/")
+SMOOTHED = "reward/"  # other prompts every iteration; an evaluation has the same ones, and is left as it is
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run.
+
+    Attributes:
+        x: AXES name -> [n] float64, not falling. y: [n] float64, finite.
+    """
+
+    x: Mapping[str, np.ndarray]
+    y: np.ndarray
+
+    def at(self, axis: str, where: float) -> float:
+        """Value by linear interpolation; NaN where nothing was measured before, or after."""
+        return float(np.interp(where, self.x[axis], self.y, left=np.nan, right=np.nan))
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Mean over seeds, its standard error (NaN for one seed) and their number."""
+
+    mean: float
+    se: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean over seeds, iteration by iteration, with what lies around it.
+
+    Attributes:
+        x: AXES name -> [n]: the iteration, and the seeds' mean forwards and seconds up to it.
+        mean: [n]. low, high: [n], mean -+ one standard error; for two seeds the smaller and the larger; for
+            one the mean. seeds: how many.
+    """
+
+    x: Mapping[str, np.ndarray]
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    seeds: int
+
+
+def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Metric name -> its curve, from the lines of a metrics.jsonl. A null is no point; 0 points, no curve."""
+    trained = sorted(
+        (line["step"], float(line["nfe"]), float(line["seconds"])) for line in lines if "nfe" in line
+    )
+    steps = [0, *(step for step, _, _ in trained)]
+    totals = {
+        "nfe": np.cumsum([0.0, *(nfe for _, nfe, _ in trained)]),
+        "seconds": np.cumsum([0.0, *(seconds for _, _, seconds in trained)]),
+    }
+    points: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith(COMPARED) and value is not None and math.isfinite(value):
+                points.setdefault(name, {})[line["step"]] = float(value)
+    curves = {}
+    for name, values in points.items():
+        step = np.array(sorted(values), dtype=float)
+        # The cost of an iteration that has no line of its own is that of the last one before.
+        rows = np.searchsorted(steps, step, side="right") - 1
+        x = {"step": step, **{axis: total[rows] for axis, total in totals.items()}}
+        curves[name] = Curve(x, np.array([values[int(s)] for s in step]))
+    return curves
+
+
+def smoothed(curve: Curve, window: int) -> Curve:
+    """Trailing means of `window` points, from the first full window on; of fewer points the mean of all."""
+    window = min(window, len(curve.y))
+    x = {axis: values[window - 1 :] for axis, values in curve.x.items()}
+    return Curve(x, np.convolve(curve.y, np.full(window, 1 / window), mode="valid"))
+
+
+def stat(values: Sequence[float]) -> Stat:
+    """Mean and standard error (n - 1 in the variance); NaN where there are too few values for them."""
+    n = len(values)
+    mean = float(np.mean(values)) if n else math.nan
+    return Stat(mean, float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else math.nan, n)
+
+
+def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Stat:
+    """Of the differences to `first` over the seeds that both have."""
+    return stat([values[seed] - first[seed] for seed in values if seed in first])
+
+
+def band(curves: Sequence[Curve]) -> Band:
+    """The seeds' mean over the iterations that all of them reached, where at least one was measured.
+
+    Between its points a curve is interpolated linearly. No iteration is common to all: an empty band.
+    """
+    low = max(curve.x["step"][0] for curve in curves)
+    high = min(curve.x["step"][-1] for curve in curves)
+    steps = np.unique(np.concatenate([curve.x["step"] for curve in curves]))
+    steps = steps[(steps >= low) & (steps <= high)]
+    values = np.stack([np.interp(steps, curve.x["step"], curve.y) for curve in curves])
+    x = {
+        axis: np.mean([np.interp(steps, curve.x["step"], curve.x[axis]) for curve in curves], axis=0)
+        for axis in AXES
+    }
+    mean = values.mean(0)
+    if len(curves) < 3:
+        return Band(x, mean, values.min(0), values.max(0), len(curves))
+    error = values.std(0, ddof=1) / math.sqrt(len(curves))
+    return Band(x, mean, mean - error, mean + error, len(curves))
+
+
+def common_end(arms: Sequence[Sequence[Curve]], axis: str) -> float:
+    """The largest iteration, or number of forwards or seconds, that every run of every arm reached."""
+    return float(min(curve.x[axis][-1] for curves in arms for curve in curves))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """When arm A gets as far as arm B's best.
+
+    Attributes:
+        best: of B's mean curve. own: AXES name -> what B took to get there for the first time.
+        reached: the same of A; None = never.
+    """
+
+    best: float
+    own: Mapping[str, float]
+    reached: Mapping[str, float] | None
+
+    def share(self, axis: str) -> float | None:
+        """A's cost in B's; None where A never gets there, or B was at its best before it trained."""
+        return None if self.reached is None or self.own[axis] == 0 else self.reached[axis] / self.own[axis]
+
+
+def reach(a: Band, b: Band) -> Reach | None:
+    """The first iteration in which A's mean curve is as high as the best of B's; None for empty bands."""
+    if not len(a.mean) or not len(b.mean):
+        return None
+
+    def place(one: Band, i: int) -> dict[str, float]:
+        return {axis: float(one.x[axis][i]) for axis in AXES}
+
+    top = int(np.argmax(b.mean))
+    there = np.flatnonzero(a.mean >= b.mean[top])
+    return Reach(float(b.mean[top]), place(b, top), place(a, int(there[0])) if len(there) else None)

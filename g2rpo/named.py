@@ -1,0 +1,99 @@
+"""What can be known of a model before it is opened: whether it is there, its label, its state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from g2rpo.checkpoint import latest_checkpoint
+from g2rpo.config import read_settings
+from g2rpo.models.files import local_folder, transformer_config
+from g2rpo.saved import CONDITIONS, _is_weights, _run_of, export_record
+
+
+def check_model(model: str, base: str | None = None) -> None:
+    """Whether `open_policy` can find a model; of one on the hub a configuration file is fetched.
+
+    Raises:
+        ValueError: no such model, a run without a checkpoint, or weights without a base.
+    """
+    path = Path(model).expanduser()
+    run = _run_of(path)
+    if run is not None:
+        found = latest_checkpoint(run) if path == run else path
+        if found is None or not found.is_dir():
+            raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
+        return
+    if not _is_weights(path):
+        transformer_config(str(local_folder(path) if path.is_dir() else model))
+        return
+    below = base or export_record(path).get("base_model")
+    if below is None:
+        raise ValueError(f"{model} holds weights alone; say which model they belong to with --base NAME")
+    transformer_config(below)
+
+
+def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list[str]:
+    """A short name for each model, different for each, that a folder may have.
+
+    Args:
+        given: names to take instead.
+
+    Raises:
+        ValueError: no models, or other than one given name each.
+    """
+    if not models:
+        raise ValueError("no models: name at least one, such as tiny")
+    if given is not None and (len(given) != len(models) or not all(name.strip() for name in given)):
+        raise ValueError(f"{len(given)} labels for {len(models)} models; give one each, with commas between")
+    found: list[str] = []
+    for wanted in given if given is not None else map(_short, models):
+        name = re.sub(r"[^\w.@+-]+", "_", wanted.strip()).strip("._") or "model"
+        label, number = name, 1
+        while label in found:
+            number += 1
+            label = f"{name}-{number}"
+        found.append(label)
+    return found
+
+
+def _short(model: str) -> str:
+    path = Path(model)
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}_{path.name}"
+    if path.name in ("export", "") and path.parent.name:
+        return path.parent.name
+    return path.stem if path.suffix == ".safetensors" else path.name
+
+
+def own_conditions(model: str) -> dict[str, Any]:
+    """What a run or an export says that it is drawn with; {} for other models."""
+    path = Path(model).expanduser()
+    run = _run_of(path)
+    if run is not None:
+        settings = read_settings(run)
+        own = {name: getattr(settings, name) for name in CONDITIONS}
+    else:
+        record = export_record(path)
+        own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
+        own |= {name: record[name] for name in ("guidance", "resolution") if name in record}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def model_state(model: str) -> str:
+    """Changes when a model on this disk does: a run's newest checkpoint; sizes and times of weight files."""
+    path = Path(model).expanduser()
+    run = _run_of(path)
+    if run is not None and path == run:
+        newest = latest_checkpoint(run)
+        path = newest if newest is not None else path
+    if not path.exists():
+        return ""
+    weights = [path] if path.is_file() else sorted([*path.rglob("*.safetensors"), *path.rglob("*.distcp")])
+    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in weights]
+    hashed = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    return f"{path.absolute()} {hashed}"

@@ -1,0 +1,24 @@
+"""Run folders with metrics that were made up, for tests of what is read from them."""
+
+import json
+
+from g2rpo.config import load_settings
+
+
+def lines(values, nfe=10, seconds=2.0, evals=()):
+    """Iterations with these rewards, and evaluations (step, value)."""
+    trained = [
+        {"step": i, "nfe": nfe, "seconds": seconds, "reward/r": value, "reward_std/r": 0.5, "loss": 0.0}
+        for i, value in enumerate(values, start=1)
+    ]
+    return sorted([*trained, *({"step": s, "eval/e": v, "eval_se/e": 0.1} for s, v in evals)],
+                  key=lambda line: line["step"])  # fmt: skip
+
+
+def write_run(folder, given, seed=0, iterations=None, **settings):
+    folder.mkdir(parents=True)
+    trained = sum("nfe" in line for line in given)
+    made = load_settings("tiny", {"seed": seed, "iterations": iterations or trained, **settings})
+    (folder / "config.toml").write_text(made.to_toml(), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
+    return folder

@@ -1,0 +1,96 @@
+"""Curves of a comparison: costs, means, bands, who reaches whose best; against numbers worked out by hand."""
+
+import math
+
+import pytest
+from measured_runs import lines
+
+from g2rpo.compare_page import meaning
+from g2rpo.compare_tables import amount, pairs
+from g2rpo.curves import band, common_end, curves_of, paired, reach, smoothed, stat
+
+
+def curve(values, metric="reward/r", **how):
+    return curves_of(lines(values, **how))[metric]
+
+
+def test_costs_are_summed_over_iterations_and_evaluations_stand_at_theirs():
+    found = curves_of(lines([1.0, None, 3.0], evals=[(0, 0.5), (2, 0.7)]))
+    assert set(found) == {"reward/r", "eval/e"}  # no spreads, errors or losses
+    assert found["reward/r"].y.tolist() == [1, 3]  # a null is no point
+    assert found["reward/r"].x["step"].tolist() == [1, 3]
+    assert found["reward/r"].x["nfe"].tolist() == [10, 30]  # but its forwards were spent
+    assert found["eval/e"].x["nfe"].tolist() == [0, 20] and found["eval/e"].x["seconds"].tolist() == [0, 4]
+    assert curves_of([]) == {}
+
+
+def test_smoothing_starts_with_the_first_whole_window():
+    given = curve([1.0, 2.0, 6.0, 4.0])
+    assert smoothed(given, 1).y.tolist() == [1, 2, 6, 4]
+    found = smoothed(given, 3)
+    assert found.y.tolist() == pytest.approx([3, 4]) and found.x["step"].tolist() == [3, 4]
+    whole = smoothed(given, 9)
+    assert whole.y.tolist() == pytest.approx([3.25]) and whole.x["nfe"].tolist() == [40]
+
+
+def test_means_errors_and_paired_differences_by_hand():
+    # 1, 2, 6: mean 3, squares 4 + 1 + 9 = 14, variance 7, SE sqrt(7 / 3).
+    assert stat([1, 2, 6]).mean == 3 and stat([1, 2, 6]).se == pytest.approx(math.sqrt(7 / 3))
+    assert stat([5]).mean == 5 and math.isnan(stat([5]).se)
+    assert math.isnan(stat([]).mean) and stat([]).n == 0
+    found = paired({0: 3.0, 1: 10.0, 7: 1.0}, {1: 8.0, 0: 2.0, 5: 0.0})  # 1 and 2; seeds 5 and 7 have no pair
+    assert (found.mean, found.n) == (1.5, 2) and found.se == pytest.approx(0.5)
+
+
+def test_values_at_equal_cost_are_interpolated_and_never_extrapolated():
+    a, b = curve([0.0, 1.0, 3.0]), curve([0.0, 4.0], nfe=12, seconds=5.0)
+    ends = {axis: common_end([[a], [b]], axis) for axis in ("step", "nfe", "seconds")}
+    assert ends == {"step": 2, "nfe": 24, "seconds": 6}
+    assert a.at("nfe", 24) == pytest.approx(1 + 0.4 * 2)
+    assert b.at("seconds", 6) == pytest.approx(4 * 0.2)
+    assert math.isnan(b.at("nfe", 11)) and math.isnan(b.at("nfe", 25))
+
+
+def test_bands_of_three_two_and_one_seed():
+    three = band([curve([0.0, 1.0]), curve([0.0, 2.0]), curve([3.0, 6.0])])
+    assert three.mean.tolist() == [1, 3]
+    assert three.low[1] == pytest.approx(3 - math.sqrt(7 / 3))
+    assert three.high[1] == pytest.approx(3 + math.sqrt(7 / 3))
+    two = band([curve([0.0, 1.0], nfe=10), curve([2.0, 5.0, 9.0], nfe=20)])
+    assert two.x["step"].tolist() == [1, 2]  # only as far as both
+    assert two.x["nfe"].tolist() == [15, 30]
+    assert (two.low.tolist(), two.high.tolist()) == ([0, 1], [2, 5])
+    one = band([curve([0.0, 1.0])])
+    assert one.low.tolist() == one.high.tolist() == one.mean.tolist()
+    said = meaning({"a": three, "b": two, "c": one})
+    assert "± 1 standard error" in said and "smallest to largest" in said and "no band" in said
+    assert "standard error" not in meaning({"b": two})
+
+
+def test_a_band_between_evaluations_at_other_iterations():
+    a = curves_of(lines([0.0] * 4, evals=[(0, 0.0), (4, 4.0)]))["eval/e"]
+    b = curves_of(lines([0.0] * 4, evals=[(1, 1.0), (3, 5.0)]))["eval/e"]
+    found = band([a, b])
+    assert found.x["step"].tolist() == [1, 3] and found.mean.tolist() == [1, 4]
+
+
+def test_who_reaches_whose_best():
+    quick = band([curve([0.0, 5.0, 9.0], nfe=30)])
+    slow = band([curve([0.0, 1.0, 2.0, 5.0, 4.0], nfe=10)])
+    found = reach(quick, slow)
+    assert found.best == 5 and found.own == {"step": 4, "nfe": 40, "seconds": 8}
+    assert found.reached == {"step": 2, "nfe": 60, "seconds": 4}  # equal counts as reached
+    assert found.share("step") == 0.5 and found.share("nfe") == 1.5
+    never = reach(slow, quick)
+    assert never.reached is None and never.share("step") is None and never.own["step"] == 3
+    falling = curves_of(lines([0.0], evals=[(0, 3.0), (1, 1.0)]))["eval/e"]
+    at_start = reach(band([falling]), band([falling]))
+    assert at_start.own["step"] == 0 and at_start.share("step") is None
+    apart = band([curves_of(lines([0.0] * 3, evals=[(step, 1.0)]))["eval/e"] for step in (1, 2)])
+    assert len(apart.mean) == 0 and reach(apart, quick) is None and reach(quick, apart) is None
+
+
+def test_many_arms_are_told_against_the_first_alone():
+    assert len(pairs("abcd")) == 12 and ("d", "c") in pairs("abcd")
+    assert pairs("abcde") == [p for one in "bcde" for p in ((one, "a"), ("a", one))]
+    assert amount("seconds", 3.14159) == "3.1 s" and amount("seconds", 125) == "2 min 05 s"

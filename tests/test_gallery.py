@@ -1,0 +1,97 @@
+"""`g2rpo gallery`: rows of prompts, columns of models, the pictures in their places."""
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from g2rpo import lineup
+from g2rpo.__main__ import app
+from g2rpo.gallery import sheet
+from g2rpo.pictures import from_pil, read_png_text
+
+LEFT, GAP, EDGE = 16 + 190 + 16, 8, 16
+
+
+def plain(*colours, height=44, width=44):
+    return [torch.tensor(c).view(3, 1, 1).expand(3, height, width) for c in colours]
+
+
+def test_each_picture_stands_in_its_row_and_column():
+    red, green, blue, grey = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.5, 0.5, 0.5)
+    page = sheet([plain(red, green), plain(blue, grey)], ["one", "two"], ["base", "tuned"])
+    cell = 176  # 44 px, four times as large
+    assert page.width == LEFT + 2 * cell + GAP + EDGE
+    top = page.height - EDGE - 2 * cell - GAP
+    places = {(0, 0): red, (0, 1): green, (1, 0): blue, (1, 1): grey}
+    for (row, column), colour in places.items():
+        x, y = LEFT + column * (cell + GAP), top + row * (cell + GAP)
+        whole = from_pil(page.crop((x, y, x + cell, y + cell)))
+        assert torch.equal(
+            whole, from_pil(Image.new("RGB", (cell, cell), tuple(round(255 * c) for c in colour)))
+        )
+    assert min(page.crop((0, 0, page.width, top)).convert("L").getextrema()) < 100  # titles
+    for row in range(2):  # captions stand at the left of their rows, and leave the pictures alone
+        y = top + row * (cell + GAP)
+        assert min(page.crop((0, y, LEFT, y + cell)).convert("L").getextrema()) < 100
+        assert page.crop((LEFT - GAP, y, LEFT, y + cell)).convert("L").getextrema() == (255, 255)
+
+
+@pytest.mark.parametrize("notes", [None, ["seed 3"]])
+def test_long_captions_and_labels_stay_in_their_places(notes):
+    caption, label = "a very long prompt of many words " * 60, "a-model-with-a-very-long-name" * 4
+    page = sheet([plain((1.0, 0.0, 0.0))], [caption], [label], notes)
+    top = page.height - EDGE - 176
+    assert page.width == LEFT + 176 + EDGE and top < 100
+    below = page.crop((0, page.height - EDGE, page.width, page.height))
+    assert below.convert("L").getextrema() == (255, 255)
+    assert page.crop((LEFT - GAP, 0, LEFT - 1, page.height)).convert("L").getextrema() == (255, 255)
+    assert page.crop((LEFT + 177, 0, page.width, page.height)).convert("L").getextrema() == (255, 255)
+
+
+def test_large_pictures_are_reduced_and_keep_their_form():
+    page = sheet([plain((1.0, 0.0, 0.0), height=400, width=800)], ["wide"], ["base"])
+    red = (from_pil(page)[1] < 0.1) & (from_pil(page)[0] > 0.9)
+    assert red.any(0).sum() == 320 and red.any(1).sum() == 160
+
+
+def test_counts_and_shapes_must_fit():
+    red = (1.0, 0.0, 0.0)
+    for pictures, captions in (([plain(red)], ["a", "b"]), ([plain(red, red)], ["a"]), ([], [])):
+        with pytest.raises(ValueError, match="a caption a row and a title a column"):
+            sheet(pictures, captions, ["base"])
+    with pytest.raises(ValueError, match="pictures of one shape"):
+        sheet([plain(red), plain(red, height=20)], ["a", "b"], ["base"])
+
+
+def test_the_command_draws_a_figure_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drawn, real = [], lineup.sample_images
+
+    def counting(policy, prompts, **given):
+        drawn.append((list(prompts), given["seeds"]))
+        return real(policy, prompts, **given)
+
+    monkeypatch.setattr(lineup, "sample_images", counting)
+    words = ["gallery", "tiny", "--prompt", "a red circle", "--prompt", "two blue stars", "--steps", "2"]
+    words += ["--device", "cpu", "--seed", "5"]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0 and "gallery/gallery.png: tiny" in told.output, told.output
+    with Image.open("gallery/gallery.png") as page:
+        narrow = page.size
+    told = CliRunner().invoke(app, [words[0], "tiny", *words[1:], "--labels", "base,again"])
+    assert told.exit_code == 2 and "models: tiny (tiny) is there, and not given" in told.output
+    told = CliRunner().invoke(app, [words[0], "tiny", *words[1:]])
+    assert told.exit_code == 0, told.output
+    # The second column alone was drawn the second time.
+    assert drawn == [(["a red circle", "two blue stars"], [5, 6])] * 2
+    with Image.open("gallery/gallery.png") as page:
+        assert page.size == (narrow[0] + 192 + GAP, narrow[1])
+        pixels = from_pil(page)
+    assert torch.equal(pixels[:, -400:, LEFT : LEFT + 192], pixels[:, -400:, LEFT + 200 : LEFT + 392])
+    prompt, info = read_png_text(tmp_path / "gallery" / "tiny-2" / "2" / "00001.png")
+    assert (prompt, info["seed"], info["num_steps"]) == ("two blue stars", 6, 2)
+    told = CliRunner().invoke(app, ["gallery", "tiny"])
+    assert told.exit_code == 2 and "no prompts" in told.output
+    told = CliRunner().invoke(app, [*words, "--steps", "3"])
+    assert told.exit_code == 2 and "steps: 2 there, and not given" in told.output
