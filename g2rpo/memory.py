@@ -120,6 +120,7 @@ def memory_of(
             **({"weights in float8": low} if low else {}),
             "latents": groups * latent * (settings.group_size * member_states + shared_states),
             "activations, decoding": max(transient, decoding),
+            **({"rewards that come to score": judges} if (judges := reward_bytes(settings, "cpu")) else {}),
         },
         "update": {
             "gradients": copies,
@@ -130,12 +131,12 @@ def memory_of(
     return Memory(always, phases, shape.text_params * compute)
 
 
-def reward_bytes(settings: Settings) -> int:
-    """Weights of the reward models that stay on the device; not of those that wait in main memory."""
+def reward_bytes(settings: Settings, offload: str = "none") -> int:
+    """Weights of reward models that stay on the device ("none"), or come to score and go again ("cpu")."""
     total = 0
     for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
         options = settings.reward_options.get(name, {})
-        if name in REWARD_PARAMS and options.get("offload", "none") == "none":
+        if name in REWARD_PARAMS and options.get("offload", "none") == offload:
             total += REWARD_PARAMS[name] * DTYPES[options.get("dtype", DTYPE)].itemsize
     return total
 

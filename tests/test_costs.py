@@ -9,6 +9,7 @@ from random_flux import save_random_flux
 
 from g2rpo.checkpoint import save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
+from g2rpo.config import load_settings
 from g2rpo.costs import plan_costs, rows
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.rewards.scorer import DTYPE
@@ -240,3 +241,18 @@ def test_reward_models_are_counted():
         whole / 2 * 3 + whole / 2 / one * 0.446666465
     )
     assert judges(rewards={"colourfulness": 1.0}) == 0
+
+
+def test_the_recipe_for_24_gb_fits_with_its_rewards(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n")
+    settings = load_settings("flux_lora_24gb", [f"prompts={prompts}"])
+    costs = plan_costs(settings, memory_bytes=24 * 10**9)
+    assert costs.notes == () and costs.memory.peak < 24e9
+    assert costs.memory.always["rewards"] == 2 * 986_109_441 * 2
+    kept = settings.model_copy(update={"reward_options": {}})
+    assert plan_costs(kept, memory_bytes=24 * 10**9).notes[0].startswith("does not fit")
+    waiting = {name: {"dtype": "float16", "offload": "cpu"} for name in ("hps", "clip")}
+    memory = plan_costs(settings.model_copy(update={"reward_options": waiting})).memory
+    assert "rewards" not in memory.always
+    assert memory.phases["rollout"]["rewards that come to score"] == costs.memory.always["rewards"]
