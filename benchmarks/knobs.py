@@ -4,17 +4,24 @@
 
 Every arm is the demo's recipe with some settings changed and so many iterations that all arms run as many
 forwards as the recipe does. The table: forwards of an iteration against the recipe's, iterations, and the
-gain of the trained reward on the run's own prompts in the base's standard deviations (mean, smallest seed).
+gain of the trained reward in the base's standard deviations (mean over seeds, its standard error, smallest
+seed), on the run's own prompts with fresh seeds and on unseen prompts.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import statistics
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from search import run
+
+from g2rpo.prompts import read_prompts
+
+STRICT = {"rewards": "{verifier_strict=1.0}", "eval_rewards": "[]", "prompts": "16.txt"}
+"""All or nothing, on 16 prompts: many of its groups are all right or all wrong."""
 
 ARMS: dict[str, dict[str, str]] = {
     "recipe": {},
@@ -29,8 +36,8 @@ ARMS: dict[str, dict[str, str]] = {
     "group of 24": {"group_size": "24"},
     "bfloat16": {"precision": "bfloat16"},
     "bfloat16, float8 tails": {"precision": "bfloat16", "tails_precision": "float8"},
-    "verifier": {"rewards": "{verifier=1.0}", "eval_rewards": "[]"},
-    "verifier, skip_flat": {"rewards": "{verifier=1.0}", "eval_rewards": "[]", "skip_flat": "true"},
+    "strict": {**STRICT},
+    "strict, skip_flat": {**STRICT, "skip_flat": "true"},
 }
 
 
@@ -53,13 +60,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--table", action="store_true", help="of the results.json that lies in --out, at once"
+    )
     given = parser.parse_args()
+    if given.table:
+        print(table(json.loads((given.out / "results.json").read_text(encoding="utf-8"))))
+        return
     given.out.mkdir(parents=True, exist_ok=True)
+    few = given.out / "16.txt"
+    few.write_text("".join(prompt.text + "\n" for prompt in read_prompts("world:train")[0][:16]))
     common = dict(pair.split("=", 1) for pair in given.settings)
     asked, iterations = forwards(given.recipe, common)
     arms, cost = {}, {}
     for name in given.arms:
         arm = {**common, **ARMS[name]}
+        if arm.get("prompts") == few.name:
+            arm["prompts"] = str(few)
         cost[name] = forwards(given.recipe, arm)[0] / asked
         arms[name] = {**arm, "iterations": str(round(iterations / cost[name]))}
     threads = max(1, (os.cpu_count() or 1) // given.workers)
@@ -82,17 +99,28 @@ def main() -> None:
                 continue
             told = {"arms": arms, "cost": cost, "results": results}
             (given.out / "results.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
-    print("| arm | forwards an iteration | iterations | seeds | gain | smallest |\n|" + " --- |" * 6)
-    for name in given.arms:
-        gains = [
-            change["difference"] / max(change["base_std"], 1e-12)
-            for one in results.get(name, {}).values()
-            for change in one
-            if change["trained"] and change["pictures"] == "own prompts"
-        ]
-        if gains:
-            cells = (f"{cost[name]:.2f}", arms[name]["iterations"], str(len(gains)))
-            print(f"| {name} | {' | '.join(cells)} | {sum(gains) / len(gains):+.2f} | {min(gains):+.2f} |")
+    print(table({"arms": arms, "cost": cost, "results": results}))
+
+
+def table(told: dict) -> str:
+    """Markdown: gains in the base's standard deviations, mean over seeds ± standard error [smallest]."""
+    lines = [
+        "| arm | forwards an iteration | iterations | seeds | own prompts | unseen prompts |",
+        "|" + " --- |" * 6,
+    ]
+    for name, by_seed in told["results"].items():
+        cells = [f"{told['cost'][name]:.2f}", told["arms"][name]["iterations"], str(len(by_seed))]
+        for pictures in ("own prompts", "unseen prompts"):
+            gains = [
+                change["difference"] / max(change["base_std"], 1e-12)
+                for one in by_seed.values()
+                for change in one
+                if change["trained"] and change["pictures"].startswith(pictures)
+            ]
+            error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
+            cells.append(f"{statistics.mean(gains):+.2f} ± {error:.2f} [{min(gains):+.2f}]")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

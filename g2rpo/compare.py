@@ -31,7 +31,7 @@ from g2rpo.compare_tables import (
     write_markdown,
 )
 from g2rpo.config import Settings, identity, read_settings
-from g2rpo.curves import curves_of
+from g2rpo.curves import AXES, cost, curves_of
 from g2rpo.metrics import read_metrics
 from g2rpo.run import checkpoint_to_resume
 from g2rpo.side_by_side import Job, train_side_by_side
@@ -205,8 +205,11 @@ def _run(path: Path, settings: Settings | None, reason: str | None) -> MeasuredR
         state = f"stopped before iteration {settings.iterations}"
     else:
         state = "finished"
-    nfe, seconds = (sum(line[key] for line in trained) for key in ("nfe", "seconds"))
-    return MeasuredRun(path, curves_of(lines), step, nfe, seconds, state)
+    try:
+        costs = {axis: sum(cost(line, axis) for line in trained) for axis in AXES[1:]}
+        return MeasuredRun(path, curves_of(lines), step, costs, state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def report(out: Path, compared: Compared) -> dict[str, Table]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g2rpo.compare_tables import Compared, Table, how_to_read, title_of, warning, whole
+from g2rpo.compare_tables import UNITS, Compared, Table, how_to_read, title_of, warning, whole
 from g2rpo.curves import AXES, SMOOTHED, Band, band
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers tell apart; then the same with other strokes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555")
 STROKES = ("-", "--", ":", "-.")
-X_LABELS = {"step": "iterations", "nfe": "forwards", "seconds": "seconds of iterations"}
+X_LABELS = {**UNITS, "seconds": "seconds of iterations"}
 
 
 def bands_of(compared: Compared, metric: str) -> dict[str, Band]:
@@ -87,10 +87,10 @@ def _save(figure: Figure, target: Path | io.BytesIO, kind: str) -> None:
 
 
 def write_curves(folder: Path, compared: Compared) -> None:
-    """FOLDER/curves.png and .svg: a row a metric; against iterations, forwards and seconds."""
+    """FOLDER/curves.png and .svg: a row a metric, a column an axis."""
     metrics, styles = compared.metrics(), _styles(compared)
     lines = -(-len(compared.arms) // 3)
-    figure = _figure(11.5, 2.9 * len(metrics) + 0.25 * lines + 0.4)
+    figure = _figure(15.0, 2.9 * len(metrics) + 0.25 * lines + 0.4)
     said: dict[str, Any] = {}
     for row, metric in enumerate(metrics):
         found = bands_of(compared, metric)
@@ -158,13 +158,13 @@ p { max-width: 52rem; } small { color: #5b6775; }
 .warning { background: #fff4e0; border-left: 4px solid #e69f00; padding: .5rem .8rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0; }
 .legend i { display: inline-block; width: 1.6rem; margin: 0 .4rem .25rem 0; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr)); gap: .5rem; }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16rem, 100%), 1fr)); gap: .5rem; }
 .panels img { width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #e3e8ee; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } tbody th { font-weight: 600; }
-thead th { background: #f3f6f9; font-weight: 600; }
+thead th { background: #f3f6f9; font-weight: 600; white-space: normal; vertical-align: bottom; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: #2b5f8f; }
 pre { background: #f3f6f9; padding: .7rem; overflow-x: auto; font-size: .82rem; }
 """.strip()

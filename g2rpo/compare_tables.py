@@ -28,6 +28,7 @@ from g2rpo.recipe import toml_value
 
 ALL_PAIRS = 4  # of so many arms each is told against each; of more, each against the first
 NOTHING = "–"
+UNITS = {"step": "iterations", "nfe": "forwards", "compute": "forwards + update"}
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,14 @@ class MeasuredRun:
 
     Attributes:
         curves: metric -> its points, as measured.
-        step, nfe, seconds: iterations done, forwards and seconds that they took.
+        step: iterations done. costs: what they took, by the other names of AXES.
         state: "finished", or what is amiss.
     """
 
     folder: Path
     curves: Mapping[str, Curve]
     step: int
-    nfe: float
-    seconds: float
+    costs: Mapping[str, float]
     state: str
 
 
@@ -118,7 +118,7 @@ def amount(axis: str, value: float) -> str:
     """A place on an axis in words."""
     if axis == "seconds":
         return format_seconds(value) if value >= 10 else f"{value:.2g} s"
-    return f"{value:,.0f} {'iterations' if axis == 'step' else 'forwards'}"
+    return f"{value:,.0f} {UNITS[axis]}"
 
 
 def value_table(compared: Compared, metric: str) -> Table:
@@ -129,7 +129,7 @@ def value_table(compared: Compared, metric: str) -> Table:
     rows = []
     for arm in compared.arms:
         if arm not in curves:
-            rows.append([arm, "0", *["not measured"] * 6])
+            rows.append([arm, "0", *["not measured"] * (3 + len(AXES))])
             continue
         runs = curves[arm]
         final = {seed: float(curve.y[-1]) for seed, curve in runs.items()}
@@ -170,26 +170,26 @@ def reach_table(compared: Compared, metric: str) -> Table:
     rows = []
     for a, b in pairs(list(compared.arms)):
         if a not in bands or b not in bands:
-            rows.append([b, a, *["not measured"] * 4])
+            rows.append([b, a, *["not measured"] * (1 + len(AXES))])
         elif (found := reach(bands[a], bands[b])) is None:
-            rows.append([b, a, *["no iteration common to its seeds"] * 4])
+            rows.append([b, a, *["no iteration common to its seeds"] * (1 + len(AXES))])
         else:
             rows.append([b, a, f"{found.best:.4f}", *(_reached(axis, found) for axis in AXES)])
-    heads = ["the best of", "is reached by", "best", "in iterations", "in forwards", "in time"]
+    places = [f"in {UNITS.get(axis, 'time')}" for axis in AXES]
+    heads = ["the best of", "is reached by", "best", *places]
     return Table(f"{title_of(metric)}: who reaches whose best", heads, rows)
 
 
 def run_table(compared: Compared) -> Table:
     """Every run and how far it got."""
     rows = [
-        [arm, str(seed), str(run.step), f"{run.nfe:,.0f}", format_seconds(run.seconds), run.state]
+        [arm, str(seed), str(run.step), *(_place(a, run.costs[a]) for a in AXES[1:]), run.state]
         for arm, runs in compared.arms.items()
         for seed, run in runs.items()
     ]
-    note = (
-        "Forwards and time are those of the iterations: rollout and update, without evaluations and loading."
-    )
-    return Table("Runs", ["arm", "seed", "iterations", "forwards", "time", "state"], rows, note)
+    note = "Costs are those of the iterations, without evaluations, loading and checkpoints."
+    heads = ["arm", "seed", *(UNITS.get(axis, "time") for axis in AXES), "state"]
+    return Table("Runs", heads, rows, note)
 
 
 def settings_table(compared: Compared) -> Table | None:
@@ -221,10 +221,13 @@ def how_to_read(compared: Compared) -> list[str]:
         "iteration has other prompts); evaluations are as measured. Higher counts as better.",
         f"Differences to {next(iter(compared.arms))} are paired by seed. Equal cost: every run at the "
         "largest number of iterations, forwards or seconds that all runs with that measure reached, "
-        "interpolated linearly.",
+        "interpolated linearly. Forwards are those of the rollout; with the update, a trained row counts as "
+        "three more (its backward is worth two), and further passes over it as one each.",
+        "A training reward is the mean over all pictures of an iteration, noisy paths and coarse tails "
+        "included, so it compares seeds and settings of one method; between methods compare evaluations.",
         "Who reaches whose best: on the mean over seeds, iteration by iteration. “20 of 80 (0.25×)”: A is "
-        "first at least as high as B's highest value after 20, B itself after 80. Forwards and time are the "
-        "seeds' means up to that iteration, in the curves too.",
+        "first at least as high as B's highest value after 20, B itself after 80. Costs are the seeds' means "
+        "up to that iteration, in the curves too.",
         "Time compares only where the runs had the same machine to themselves in the same way.",
     ]
 
@@ -261,12 +264,13 @@ def write_csv(path: Path, compared: Compared) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["arm", "seed", "step", "nfe_total", "seconds_total", "metric", "value"])
+        rows.writerow(["arm", "seed", "step", *(f"{axis}_total" for axis in AXES[1:]), "metric", "value"])
         for arm, runs in compared.arms.items():
             for seed, run in runs.items():
                 for metric, curve in run.curves.items():
                     for *place, value in zip(*(curve.x[axis] for axis in AXES), curve.y, strict=True):
-                        step, nfe, seconds = place
-                        cells = [f"{step:.0f}", f"{nfe:.0f}", f"{seconds:.6g}", metric, repr(float(value))]
+                        *whole_numbers, seconds = place
+                        cells = [*(f"{n:.0f}" for n in whole_numbers), f"{seconds:.6g}"]
+                        cells += [metric, repr(float(value))]
                         rows.writerow([arm, seed, *cells])
     os.replace(unfinished, path)

@@ -126,10 +126,7 @@ def plan_costs(
     forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
     per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
     images = groups * sum(per_group) / n
-    # Backward is twice the forward; a KL adds the reference's forward, per_step one before all of them.
-    before_all = [algorithm.update == "per_step" and len(plan.noise_steps) > 1 for plan in plans]
-    recomputed = 1 if settings.gradient_checkpointing else 0
-    passes = [3 + (algorithm.kl_beta > 0) + first + recomputed for first in before_all]
+    passes = [algorithm.forwards_a_row(plan, settings.gradient_checkpointing) for plan in plans]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
     watched = _watched_images(settings, num_prompts)
     eval_forwards = watched * settings.eval_num_steps

@@ -1,8 +1,8 @@
 """Measured curves of several runs: means over seeds, values at equal cost, and when one arm reaches another.
 
-A run is measured at points (iteration, cumulative forwards, cumulative seconds, value). Forwards and seconds
-are those of the iterations (`nfe`, `seconds` of metrics.jsonl): rollout and update, without evaluations,
-loading and checkpoints. Higher values count as better.
+A run is measured at points (iteration, cumulative costs, value). Costs are those of the iterations, without
+evaluations, loading and checkpoints: `nfe`, the rollout's forwards; `compute`, the same with the update's
+(`nfe_update`: a trained row counts as three forwards or more); `seconds`. Higher values count as better.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-AXES = ("step", "nfe", "seconds")
+AXES = ("step", "nfe", "compute", "seconds")
 COMPARED = ("reward/", "eval/", "eval_gain/")
 SMOOTHED = "reward/"  # other prompts every iteration; an evaluation has the same ones, and is left as it is
 
@@ -49,7 +49,7 @@ class Band:
     """Mean over seeds, iteration by iteration, with what lies around it.
 
     Attributes:
-        x: AXES name -> [n]: the iteration, and the seeds' mean forwards and seconds up to it.
+        x: AXES name -> [n]: the iteration, and the seeds' mean costs up to it.
         mean: [n]. low, high: [n], mean -+ one standard error; for two seeds the smaller and the larger; for
             one the mean. seeds: how many.
     """
@@ -62,15 +62,14 @@ class Band:
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Metric name -> its curve, from the lines of a metrics.jsonl. A null is no point; 0 points, no curve."""
-    trained = sorted(
-        (line["step"], float(line["nfe"]), float(line["seconds"])) for line in lines if "nfe" in line
-    )
-    steps = [0, *(step for step, _, _ in trained)]
-    totals = {
-        "nfe": np.cumsum([0.0, *(nfe for _, nfe, _ in trained)]),
-        "seconds": np.cumsum([0.0, *(seconds for _, _, seconds in trained)]),
-    }
+    """Metric name -> its curve, from the lines of a metrics.jsonl. A null is no point; 0 points, no curve.
+
+    Raises:
+        ValueError: no nfe_update, as in runs of an earlier version.
+    """
+    trained = sorted((line for line in lines if "nfe" in line), key=lambda line: line["step"])
+    steps = [0, *(line["step"] for line in trained)]
+    totals = {axis: np.cumsum([0.0, *(cost(line, axis) for line in trained)]) for axis in AXES[1:]}
     points: dict[str, dict[int, float]] = {}
     for line in lines:
         for name, value in line.items():
@@ -84,6 +83,21 @@ def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
         x = {"step": step, **{axis: total[rows] for axis, total in totals.items()}}
         curves[name] = Curve(x, np.array([values[int(s)] for s in step]))
     return curves
+
+
+def cost(line: Mapping[str, Any], axis: str) -> float:
+    """Of one iteration, on an axis other than "step".
+
+    Raises:
+        ValueError: no nfe_update, as in runs of an earlier version.
+    """
+    if axis != "compute":
+        return float(line[axis])
+    if "nfe_update" not in line:
+        raise ValueError(
+            f"iteration {line['step']} has no nfe_update: an earlier version trained it; train it anew"
+        )
+    return float(line["nfe"]) + float(line["nfe_update"])
 
 
 def smoothed(curve: Curve, window: int) -> Curve:
@@ -127,7 +141,7 @@ def band(curves: Sequence[Curve]) -> Band:
 
 
 def common_end(arms: Sequence[Sequence[Curve]], axis: str) -> float:
-    """The largest iteration, or number of forwards or seconds, that every run of every arm reached."""
+    """The largest iteration, or cost, that every run of every arm reached."""
     return float(min(curve.x[axis][-1] for curves in arms for curve in curves))
 
 

@@ -18,7 +18,7 @@ from g2rpo.distributed import gathered, world_size
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.options import make_algorithm
 from g2rpo.plans import Plan
-from g2rpo.rewards.scorer import DTYPE, DTYPES
+from g2rpo.rewards.scorer import AUTO, scoring_dtype
 from g2rpo.settings import Settings
 from g2rpo.tree import make_tree
 
@@ -137,7 +137,8 @@ def reward_bytes(settings: Settings, offload: str = "none") -> int:
     for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
         options = settings.reward_options.get(name, {})
         if name in REWARD_PARAMS and options.get("offload", "none") == offload:
-            total += REWARD_PARAMS[name] * DTYPES[options.get("dtype", DTYPE)].itemsize
+            dtype = scoring_dtype(options.get("dtype", AUTO), settings.device)
+            total += REWARD_PARAMS[name] * dtype.itemsize
     return total
 
 

@@ -4,7 +4,7 @@ A *rule* (EveryStep, Window, Singular) gives the concrete Plan of an iteration. 
 (number of steps, seed, train step) alone, so every rank makes the same one and runs as many forwards.
 
     EveryStep   noise on every step but the last               Flow-GRPO 2505.05470, DanceGRPO 2505.07818
-    Window      ODE, noise inside a window that moves, ODE     MixGRPO 2507.21802 (and its Flash)
+    Window      ODE, noise inside a window that moves, ODE     MixGRPO 2507.21802, Flow-GRPO-Fast
     Singular    noise on one step k, an ODE tail per stride    G2RPO 2510.01982
 
 All members of a group start from the same noise, so what comes before the first noise is one shared
@@ -193,17 +193,18 @@ class EveryStep:
 class Window:
     """Noise inside a window that moves during training, ODE outside (MixGRPO, arXiv:2507.21802).
 
-    The window is [start, start + width), at most [T - 2 - width, T - 2). The released code lets it shrink
-    to nothing where the start runs past that, and then breaks; here it stays at the end with its width.
+    The window is [start, start + width). The released code lets it shrink to nothing where the start runs
+    past the end of its range, and then breaks; here it stays there with its width.
 
     Attributes:
         width: noisy steps; all are trained.
         hold: iterations at each start ("decay": at the first; falling linearly to 1 at the last).
         stride: steps by which the start grows; 0 never moves it.
-        order: "progressive", "decay", or "random" (a new start each iteration, the first is 0).
+        order: "progressive", "decay", or "random" (a new start each iteration; the first is 0 without span).
         roll_back: return to the start after the end; else stay there.
         flash: MixGRPO-Flash's ratio of points after the window, solved by dpm2m; None = every step, Euler.
         shift: schedule shift that Flash's points are made with; the same as the trajectory's.
+        span: (first, end) of the steps that the window lies within; None: (0, T - 2).
     """
 
     width: int = 4
@@ -213,6 +214,7 @@ class Window:
     roll_back: bool = True
     flash: float | None = None
     shift: float = 3.0
+    span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.hold < 1 or self.stride < 0:
@@ -239,18 +241,25 @@ class Window:
 
     def start(self, num_steps: int, seed: int, train_step: int) -> int:
         """First noisy step of this train step's window."""
-        last = num_steps - 2 - self.width
-        if last < 0:
+        first, end = self.span or (0, num_steps - 2)
+        last = end - self.width
+        if self.span is None and last < 0:
             raise ValueError(
                 f"a window of {self.width} needs num_steps >= {self.width + 2}, got {num_steps}: "
                 "use more steps or a narrower window"
             )
+        if not 0 <= first <= last or end > num_steps - 1:
+            raise ValueError(
+                f"a window of {self.width} does not fit into window_range [{first}, {end}]: of num_steps="
+                f"{num_steps} that begins at 0 or later, ends at {num_steps - 1} or earlier, and is as wide"
+            )
         if self.order == "random":
-            return 0 if train_step == 0 else random_start(num_steps, self.width, (seed, train_step))
+            begins = train_step == 0 and self.span is None  # at 0, as MixGRPO's released code has it
+            return first if begins else random_start(first, last, (seed, train_step))
         # The released order of starts runs up to T - 2; those past `last` would shrink the window.
-        starts = range(0, num_steps - 1, self.stride) if self.stride else range(1)
-        fall = (self.hold - 1) / (num_steps - 2) if self.order == "decay" else 0.0
-        holds = [int(self.hold - fall * start) for start in starts]
+        starts = range(first, end + 1, self.stride) if self.stride else range(first, first + 1)
+        fall = (self.hold - 1) / (end - first) if self.order == "decay" else 0.0
+        holds = [int(self.hold - fall * (start - first)) for start in starts]
         if self.roll_back:
             train_step %= sum(holds)
         for start, hold in zip(starts, holds, strict=True):
@@ -334,6 +343,6 @@ class Singular:
         return sorted(int(b) for b in found)
 
 
-def random_start(num_steps: int, width: int, key: int | tuple[int, ...]) -> int:
-    """Start of a random window, uniform on 0..num_steps - 2 - width, from numpy's generator of this key."""
-    return int(np.random.default_rng(key).integers(0, num_steps - 2 - width + 1))
+def random_start(first: int, last: int, key: int | tuple[int, ...]) -> int:
+    """Start of a random window, uniform on first..last, from numpy's generator of this key."""
+    return int(np.random.default_rng(key).integers(first, last + 1))

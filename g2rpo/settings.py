@@ -109,7 +109,9 @@ class Settings(BaseModel):
     train_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a path's noise steps that is trained, drawn anew for each member."""
     window: Count | None = None
-    """Width of the window of noise steps that slides over the schedule."""
+    """Width of the window of noise steps that slides over the schedule; flow_grpo has none by default."""
+    window_range: list[CountOrOff] | None = None
+    """[first, end] of the steps that a random window lies within; None = the first half of the steps."""
     window_hold: Count | None = None
     """Iterations that the window stays before it moves on."""
     window_stride: CountOrOff | None = None
@@ -330,5 +332,5 @@ ALGORITHM_OPTIONS = (
     "num_steps", "shift", "train_steps", "steps_per_iteration", "step_draw", "granularities", "tail_rule",
     "eta", "diffusion", "clip_range",
     "advantage_clip", "advantage_std", "kl_beta", "update", "train_fraction", "window", "window_hold",
-    "window_stride", "window_order", "roll_back", "flash",
+    "window_range", "window_stride", "window_order", "roll_back", "flash",
 )  # fmt: skip

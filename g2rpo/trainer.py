@@ -251,7 +251,13 @@ class Trainer:
             decode_batch=settings.decode_batch, stopwatch=stopwatch,
         )  # fmt: skip
         told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
-        return rollouts, cond, {"nfe": samples.nfe["total"] * world_size(), **told}
+        trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
+        a_row = algorithm.forwards_a_row(samples.plan, settings.gradient_checkpointing)
+        nfe = {
+            "nfe": samples.nfe["total"] * world_size(),
+            "nfe_update": settings.prompts_per_iteration * trained_rows * a_row,
+        }
+        return rollouts, cond, {**nfe, **told}
 
     def learn(self, rollouts: Sequence[Rollout], cond: Conditioning) -> dict[str, float]:
         """Second half: advantages, loss, optimizer. Counts the iteration."""

@@ -1,4 +1,5 @@
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,32 @@ def test_options_reach_the_plan():
     assert flash.extra_sigmas == pytest.approx((0.56, 0.28, 0.0), abs=1e-6)
 
 
+def test_the_fast_window_of_flow_grpo():
+    assert flow_grpo(window=3, num_steps=10).plan == Window(3, order="random", span=(0, 5))
+    assert flow_grpo(window=2).plan == Window(2, order="random", span=(0, 3))
+    assert flow_grpo(window=2, num_steps=10, window_range=[1, 9]).plan.span == (1, 9)
+    fast, full = flow_grpo(window=2), flow_grpo()
+    assert replace(fast, plan=full.plan) == full  # nothing else changes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4}, r"window of 4 does not fit into window_range \[0, 3\]: of num_steps=6"),
+        ({"window": 2, "window_range": [0, 6]}, "ends at 5 or earlier"),
+        ({"window": 2, "window_range": [-1, 3]}, "begins at 0 or later"),
+        ({"window": 2, "window_range": [3, 1]}, "does not fit"),
+        ({"window": 2, "window_range": [3]}, "first step and the end, such as"),
+        ({"window": 2, "window_range": []}, "give two numbers"),
+        ({"window_range": [0, 3]}, "has no effect without window"),
+        ({"window": 0}, "width >= 1"),
+    ],
+)
+def test_fast_windows_that_are_none(options, message):
+    with pytest.raises(ValueError, match=message):
+        flow_grpo(**options)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -74,7 +101,7 @@ def test_errors(name, options, message):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_takes_no_option_without_effect(name):
-    for option in ({"granularities": (2,)}, {"window": 2}, {"train_fraction": 0.5}):
+    for option in ({"granularities": (2,)}, {"window": 2}, {"window_range": [0, 3]}, {"train_fraction": 0.5}):
         if not set(option) & set(inspect.signature(PRESETS[name]).parameters):
             with pytest.raises(TypeError):
                 PRESETS[name](**option)
@@ -103,3 +130,15 @@ def test_the_docs_table_is_the_presets():
             .replace(",", "")
         )
         assert sum(totals) / 300 == pytest.approx(stated, rel=0.02 if name == "mix_grpo" else 1e-9)
+
+
+def test_what_a_row_of_the_update_costs():
+    def row(recomputed=False, **options) -> int:
+        algorithm = PRESETS["g2rpo"](num_steps=6, train_steps=3, **options)
+        return algorithm.forwards_a_row(algorithm.plan.plan(6, 0, 0), recomputed)
+
+    assert row() == 3
+    assert row(kl_beta=0.1) == row(update="per_step") == row(recomputed=True) == 4
+    assert row(recomputed=True, kl_beta=0.1, update="per_step") == 6
+    one = PRESETS["g2rpo"](num_steps=6, train_steps=1, update="per_step")
+    assert one.forwards_a_row(one.plan.plan(6, 0, 0)) == 3  # one step: its ratio is 1, nothing comes before

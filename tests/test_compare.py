@@ -84,17 +84,35 @@ def three_arms(tmp_path):
 def test_tables_by_hand(three_arms):
     assert three_arms.metrics() == ["reward/r", "eval/e"]
     table = value_table(three_arms, "reward/r")
-    assert list(table.heads[4:]) == ["final − a", "at 2 iterations", "at 30 forwards", "at 4 s"]
+    assert list(table.heads[4:]) == [
+        "final − a",
+        "at 2 iterations",
+        "at 30 forwards",
+        "at 100 forwards + update",
+        "at 4 s",
+    ]
     assert table.rows[0][:6] == ["a", "2", "6.0000 ± 2.0000", "6.0000 ± 2.0000", "–", "3.0000 ± 1.0000"]
     # b at 30 forwards: halfway between 20 and 40, 1 + 7 over 2; of seed 0 alone, 7 - 4.
-    assert table.rows[1] == ["b", "1", "7.0000", "7.0000", "+3.0000", "7.0000", "4.0000", "7.0000"]
-    assert table.rows[2] == ["c", "0", *["not measured"] * 6]
+    assert table.rows[1] == ["b", "1", "7.0000", "7.0000", "+3.0000", "7.0000", "4.0000", "7.0000", "7.0000"]
+    assert table.rows[2] == ["c", "0", *["not measured"] * 7]
     rows = {(row[0], row[1]): list(row[2:]) for row in reach_table(three_arms, "reward/r").rows}
-    assert rows["a", "b"] == ["6.0000", "2 of 3 (0.67×)", "40 of 30 (1.33×)", "4 s of 6 s (0.67×)"]
-    assert rows["b", "a"] == ["7.0000", "never (itself: 2)", "never (itself: 40)", "never (itself: 4 s)"]
-    assert rows["c", "a"] == ["not measured"] * 4
+    assert rows["a", "b"] == [
+        "6.0000",
+        "2 of 3 (0.67×)",
+        "40 of 30 (1.33×)",
+        "100 of 120 (0.83×)",
+        "4 s of 6 s (0.67×)",
+    ]
+    assert rows["b", "a"] == [
+        "7.0000",
+        "never (itself: 2)",
+        "never (itself: 40)",
+        "never (itself: 100)",
+        "never (itself: 4 s)",
+    ]
+    assert rows["c", "a"] == ["not measured"] * 5
     evaluation = value_table(three_arms, "eval/e")
-    assert evaluation.rows[0][2:] == ["not measured"] * 6
+    assert evaluation.rows[0][2:] == ["not measured"] * 7
     assert evaluation.rows[1][2:5] == ["0.2500", "0.5000", "–"]  # nothing of a to pair with
 
 
@@ -125,7 +143,7 @@ def test_the_report_and_its_page(three_arms, tmp_path):
     assert list(tables) == ["reward/r", "eval/e"]
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     parts = Parts(page)
-    assert parts.open == [] and parts.fetched == [] and parts.images == 2 * 3
+    assert parts.open == [] and parts.fetched == [] and parts.images == 2 * 4
     assert "url(" not in page and "<script" not in page and "@import" not in page
     assert "g2rpo <x>" in parts.text and "<x>" not in page  # escaped
     for told in ("2 of 4 runs are not finished", "never (itself: 2)", "not measured", "not begun", "lr"):
@@ -135,7 +153,7 @@ def test_the_report_and_its_page(three_arms, tmp_path):
     with open(tmp_path / "compare.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 + 3 + 2 + 2
-    assert list(rows[-1].values()) == ["b", "0", "2", "40", "4", "reward/r", "7.0"]
+    assert list(rows[-1].values()) == ["b", "0", "2", "40", "100", "4", "reward/r", "7.0"]
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     before = (tmp_path / "curves.svg").read_bytes()
     write_curves(tmp_path, three_arms)
@@ -158,6 +176,11 @@ def test_runs_that_are_there(tmp_path):
         read_runs([str(one)])
     with pytest.raises(ValueError, match="is not a run folder"):
         read_runs([f"a={tmp_path / 'no'}"])
+    (tmp_path / "two" / "metrics.jsonl").write_text(
+        '{"step": 1, "nfe": 10, "seconds": 1.0, "reward/r": 2.0}\n'
+    )
+    with pytest.raises(ValueError, match="two: iteration 1 has no nfe_update"):
+        compare(tmp_path / "out", runs=[f"a={two}"])
     (tmp_path / "two" / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match="holds no metrics"):
         read_runs([f"a={two}"])

@@ -7,7 +7,7 @@ from measured_runs import lines
 
 from g2rpo.compare_page import meaning
 from g2rpo.compare_tables import amount, pairs
-from g2rpo.curves import band, common_end, curves_of, paired, reach, smoothed, stat
+from g2rpo.curves import AXES, band, common_end, curves_of, paired, reach, smoothed, stat
 
 
 def curve(values, metric="reward/r", **how):
@@ -21,7 +21,15 @@ def test_costs_are_summed_over_iterations_and_evaluations_stand_at_theirs():
     assert found["reward/r"].x["step"].tolist() == [1, 3]
     assert found["reward/r"].x["nfe"].tolist() == [10, 30]  # but its forwards were spent
     assert found["eval/e"].x["nfe"].tolist() == [0, 20] and found["eval/e"].x["seconds"].tolist() == [0, 4]
+    assert found["eval/e"].x["compute"].tolist() == [0, 2 * (10 + 30)]  # with the update's
     assert curves_of([]) == {}
+
+
+def test_a_run_that_does_not_say_what_its_update_took_is_refused():
+    given = lines([1.0, 2.0])
+    del given[1]["nfe_update"]
+    with pytest.raises(ValueError, match="iteration 2 has no nfe_update: an earlier version trained it"):
+        curves_of(given)
 
 
 def test_smoothing_starts_with_the_first_whole_window():
@@ -44,8 +52,8 @@ def test_means_errors_and_paired_differences_by_hand():
 
 def test_values_at_equal_cost_are_interpolated_and_never_extrapolated():
     a, b = curve([0.0, 1.0, 3.0]), curve([0.0, 4.0], nfe=12, seconds=5.0)
-    ends = {axis: common_end([[a], [b]], axis) for axis in ("step", "nfe", "seconds")}
-    assert ends == {"step": 2, "nfe": 24, "seconds": 6}
+    ends = {axis: common_end([[a], [b]], axis) for axis in AXES}
+    assert ends == {"step": 2, "nfe": 24, "compute": 84, "seconds": 6}
     assert a.at("nfe", 24) == pytest.approx(1 + 0.4 * 2)
     assert b.at("seconds", 6) == pytest.approx(4 * 0.2)
     assert math.isnan(b.at("nfe", 11)) and math.isnan(b.at("nfe", 25))
@@ -78,8 +86,8 @@ def test_who_reaches_whose_best():
     quick = band([curve([0.0, 5.0, 9.0], nfe=30)])
     slow = band([curve([0.0, 1.0, 2.0, 5.0, 4.0], nfe=10)])
     found = reach(quick, slow)
-    assert found.best == 5 and found.own == {"step": 4, "nfe": 40, "seconds": 8}
-    assert found.reached == {"step": 2, "nfe": 60, "seconds": 4}  # equal counts as reached
+    assert found.best == 5 and found.own == {"step": 4, "nfe": 40, "compute": 160, "seconds": 8}
+    assert found.reached == {"step": 2, "nfe": 60, "compute": 120, "seconds": 4}  # equal counts as reached
     assert found.share("step") == 0.5 and found.share("nfe") == 1.5
     never = reach(slow, quick)
     assert never.reached is None and never.share("step") is None and never.own["step"] == 3

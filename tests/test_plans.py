@@ -1,11 +1,15 @@
 import dataclasses
+import random
+from collections import Counter
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.algorithms import PRESETS
+from g2rpo.algorithms import PRESETS, flow_grpo
 from g2rpo.plans import Branch, EveryStep, Plan, Singular, Window
 from g2rpo.schedule import shifted_sigmas
 
@@ -74,6 +78,60 @@ def test_window_moves_and_wraps():
 
 
 @settings(deadline=None)
+@given(data=st.data(), num_steps=st.integers(2, 30), seed=st.integers(0, 2**40))
+def test_windows_stay_in_their_span(data, num_steps, seed):
+    first = data.draw(st.integers(0, num_steps - 2))
+    end = data.draw(st.integers(first + 1, num_steps - 1))
+    rule = Window(
+        width=data.draw(st.integers(1, end - first)),
+        hold=data.draw(st.integers(1, 4)),
+        order=data.draw(st.sampled_from(["progressive", "decay", "random"])),
+        span=(first, end),
+    )
+    for train_step in range(4):
+        steps = rule.plan(num_steps, seed, train_step).noise_steps
+        assert len(steps) == rule.width and first <= steps[0] and steps[-1] < end
+
+
+def test_the_fast_window_is_drawn_evenly_over_its_range():
+    # T = 10, window 2 in steps 1..5: starts 1, 2, 3, 4, also at the first iteration
+    rule = flow_grpo(num_steps=10, window=2, window_range=[1, 6]).plan
+    counts = Counter(rule.plan(10, 0, train_step).noise_steps[0] for train_step in range(2000))
+    assert sorted(counts) == [1, 2, 3, 4]
+    # chi squared with 3 degrees of freedom: above 16.3 once in a thousand
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 16.3
+    assert {rule.plan(10, seed, 0).noise_steps[0] for seed in range(60)} == {1, 2, 3, 4}
+    # a start does not follow from the one before
+    starts = [rule.plan(10, 0, train_step).noise_steps[0] for train_step in range(200)]
+    assert len(set(pairwise(starts))) == 16
+    slow = Window(width=2, hold=2, span=(1, 6))  # the ordered ways keep to the span too, and wrap
+    moved = [slow.plan(10, 0, train_step).noise_steps[0] for train_step in range(14)]
+    assert moved == [1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4, 1, 1]
+    # held for 4 iterations, falling by 3/4 a step: 4, 3, 2, 1, 1
+    falling = Window(width=2, hold=4, order="decay", span=(1, 5))
+    assert [falling.plan(10, 0, i).noise_steps[0] for i in range(12)] == [1] * 4 + [2] * 3 + [3] * 4 + [1]
+
+
+def test_every_rank_draws_the_same_window(monkeypatch):
+    def starts():
+        rule = flow_grpo(num_steps=16, window=2).plan
+        return [rule.plan(16, 5, train_step).noise_steps[0] for train_step in range(40)]
+
+    first = starts()
+    for number in (1, 2):  # neither the rank nor a global generator has a say
+        monkeypatch.setenv("RANK", str(number))
+        random.seed(number), np.random.seed(number), torch.manual_seed(number)
+        assert starts() == first
+    assert len(set(first)) == 7
+
+
+def test_forwards_of_the_fast_window():
+    # T = 10, window at 3, 4: steps 0..3 once for the group, 4 by each of 12 with noise, 5..9 to the image
+    rule = Window(2, order="random", span=(3, 5))
+    assert rule.plan(10, 0, 7).nfe(12) == {"anchor": 4, "sde": 12, "tails": 60, "total": 76, "update": 24}
+
+
+@settings(deadline=None)
 @given(num_steps=st.integers(6, 40), ratio=st.floats(0.05, 1), train_step=st.integers(0, 700))
 def test_flash_ends_at_the_image(num_steps, ratio, train_step):
     plan = Window(width=3, hold=5, flash=ratio).plan(num_steps, 0, train_step)
@@ -108,6 +166,7 @@ def test_a_plan_depends_on_seed_and_train_step_alone(name):
         (lambda: Singular(()), "at least one"),
         (lambda: Singular((1,), (0,)).plan(16, 0, 0), "granularity >= 1"),
         (lambda: Window(width=4).plan(5, 0, 0), "num_steps >= 6"),
+        (lambda: Window(width=2, span=(3, 8)).plan(8, 0, 0), "ends at 7 or earlier"),
         (lambda: Window(order="backwards"), "random"),
         (lambda: Window(stride=-1), "stride >= 0"),
         (lambda: EveryStep(0.0), r"\(0, 1\]"),

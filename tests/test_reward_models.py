@@ -62,6 +62,14 @@ def test_captions_are_read_once(folders, images, reward, monkeypatch):
     assert read[2:] == [["new"]] and list(loaded._captions) == ["a blue sphere", "two red cubes", "new"]
 
 
+def test_the_default_dtype_is_the_devices():
+    assert scorer.scoring_dtype("auto", "cpu") == torch.float32
+    assert scorer.scoring_dtype("auto", "cuda") == torch.float16
+    assert (
+        scorer.scoring_dtype("bfloat16", "cpu") == scorer.scoring_dtype("bfloat16", "cuda") == torch.bfloat16
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reward", MODELS)
 def test_low_precision_is_near(folders, images, reward, dtype):
@@ -121,7 +129,9 @@ def devices(loaded):
 def test_offload_moves_weights_in_and_out(folders, images, reward):
     """To the meta device, which any machine has: it keeps no numbers, so what comes back was never there."""
     loaded = load_reward(
-        reward, torch.device("meta"), {"path": str(folders[reward]), "offload": "cpu", **loading(reward)}
+        reward,
+        torch.device("meta"),
+        {"path": str(folders[reward]), "offload": "cpu", "dtype": "float32", **loading(reward)},
     ).reward
     assert devices(loaded) == {"cpu"}
     with loaded.scoring():
@@ -185,8 +195,8 @@ def test_pixels_are_shared_between_rewards(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bf16"}, "dtype='bf16'; did you mean 'bfloat16'.*float32 or bfloat16 or float16"),
-        ({"dtype": "int8"}, "dtype='int8'.*it is float32 or"),
+        ({"dtype": "bf16"}, "dtype='bf16'; did you mean 'bfloat16'.*auto or float32 or bfloat16 or float16"),
+        ({"dtype": "int8"}, "dtype='int8'.*it is auto or float32 or"),
         ({"batch": 0}, "batch=0; it is a whole number of pictures, at least 1"),
         ({"batch": 1.5}, "batch=1.5"),
         ({"batch": True}, "batch=True"),

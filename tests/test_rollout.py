@@ -29,7 +29,7 @@ def one_thread():
 @st.composite
 def plans(draw) -> Plan:
     num_steps = draw(st.integers(4, 12))
-    kind = draw(st.sampled_from(["singular", "every", "window", "flash", "mixed"]))
+    kind = draw(st.sampled_from(["singular", "every", "window", "flash", "fast", "mixed"]))
     seed, train_step = draw(st.integers(0, 99)), draw(st.integers(0, 99))
     if kind == "singular":
         steps = draw(st.sets(st.integers(0, num_steps - 2), min_size=1, max_size=4))
@@ -46,6 +46,9 @@ def plans(draw) -> Plan:
             (first, Branch((2,), ((3, num_steps), (3, num_steps)))),
             solver=draw(st.sampled_from(SOLVERS)),
         )
+    if kind == "fast":  # up to the last step but one, beyond what MixGRPO's windows reach
+        fast = PRESETS["flow_grpo"](window=2, num_steps=num_steps, window_range=[0, num_steps - 1])
+        return fast.plan.plan(num_steps, seed, train_step)
     width = draw(st.integers(1, num_steps - 3))
     flash = draw(st.floats(0.1, 1)) if kind == "flash" else None
     return Window(width, hold=3, flash=flash).plan(num_steps, seed, train_step)
@@ -121,6 +124,7 @@ def test_batches_and_neighbours_change_rounding_only(name):
 
 METHODS = {
     "flow_grpo": (PRESETS["flow_grpo"](num_steps=10), 0),
+    "flow_grpo, Fast": (PRESETS["flow_grpo"](num_steps=10, window=2, eta=0.8), 1),
     "dance_grpo": (PRESETS["dance_grpo"](), 0),
     "mix_grpo": (PRESETS["mix_grpo"](num_steps=14), 130),
     "g2rpo": (PRESETS["g2rpo"](train_steps=[0, 3, 7]), 0),

@@ -98,6 +98,7 @@ def test_counted_forwards_are_the_stated_ones(run):
     settings = load_settings("tiny", {**SMALL, "iterations": 1})
     plan = make_algorithm(settings.algorithm, settings.algorithm_options()).plan.plan(4, settings.seed, 0)
     assert line["nfe"] == 2 * plan.nfe(3)["total"]
+    assert line["nfe_update"] == 2 * plan.nfe(3)["update"] * 3  # a forward, and a backward worth two
 
 
 def test_the_first_update_has_ratio_one(run):
@@ -275,6 +276,7 @@ PATH_METHOD = {"train_steps": "drop", "granularities": "drop"}
         ("g2rpo_single", {"granularities": "drop"}),
         ("flow_grpo", {**PATH_METHOD, "kl_beta": 0.01}),
         ("flow_grpo", {**PATH_METHOD, "diffusion": "cps"}),
+        ("flow_grpo", {**PATH_METHOD, "num_steps": 5, "window": 2, "window_range": [1, 4]}),
         ("dance_grpo", PATH_METHOD),
         ("mix_grpo", {**PATH_METHOD, "window": 2}),
         ("mix_grpo", {**PATH_METHOD, "window": 2, "num_steps": 6, "flash": 0.5}),

@@ -13,7 +13,7 @@ from g2rpo.rewards.clip_reward import ClipReward, clip_tokenizer
 from g2rpo.rewards.networks import OPENCLIP_CONFIG, OPENCLIP_FILES, TRANSFORMERS_FILES, clip_network
 from g2rpo.rewards.preprocess import squash
 from g2rpo.rewards.published import locate
-from g2rpo.rewards.scorer import DTYPE, Use
+from g2rpo.rewards.scorer import AUTO, Use
 
 REPOSITORY = "apple/DFN5B-CLIP-ViT-H-14"
 HUB_FILES = (OPENCLIP_CONFIG, "open_clip_pytorch_model.bin")
@@ -25,7 +25,7 @@ def load(
     path: str = REPOSITORY,
     tokenizer: str | None = None,
     batch: int = 32,
-    dtype: str = DTYPE,
+    dtype: str = AUTO,
     offload: str = "none",
     heads: Sequence[int] | None = None,
 ) -> ClipReward:

@@ -13,7 +13,7 @@ from g2rpo.rewards.clip_reward import ClipReward, clip_tokenizer
 from g2rpo.rewards.networks import OPENCLIP_CONFIG, OPENCLIP_FILES, clip_network
 from g2rpo.rewards.preprocess import pad
 from g2rpo.rewards.published import locate
-from g2rpo.rewards.scorer import DTYPE, Use
+from g2rpo.rewards.scorer import AUTO, Use
 
 REPOSITORY = "xswu/HPSv2"
 FILES = ("HPS_v2.1_compressed.pt", *OPENCLIP_FILES)
@@ -24,7 +24,7 @@ def load(
     path: str = REPOSITORY,
     tokenizer: str | None = None,
     batch: int = 32,
-    dtype: str = DTYPE,
+    dtype: str = AUTO,
     offload: str = "none",
     heads: Sequence[int] | None = None,
 ) -> ClipReward:

@@ -19,7 +19,7 @@ from g2rpo.rewards import layouts
 from g2rpo.rewards.networks import Heads, count_layers
 from g2rpo.rewards.preprocess import crop_torchvision
 from g2rpo.rewards.published import locate, read_state, weights_at
-from g2rpo.rewards.scorer import DTYPE, ModelReward, Use
+from g2rpo.rewards.scorer import AUTO, ModelReward, Use
 from g2rpo.rewards.texts import BERT_TOKENIZER, TOKENIZER_FILES, BertTokenizer, has_tokenizer
 
 REPOSITORY = "THUDM/ImageReward"
@@ -115,7 +115,7 @@ def load(
     path: str = REPOSITORY,
     tokenizer: str | None = None,
     batch: int = 32,
-    dtype: str = DTYPE,
+    dtype: str = AUTO,
     offload: str = "none",
     raw: bool = False,
     heads: Sequence[int] | None = None,

@@ -14,7 +14,7 @@ from g2rpo.rewards.clip_reward import ClipReward, clip_tokenizer
 from g2rpo.rewards.networks import TRANSFORMERS_FILES, clip_network
 from g2rpo.rewards.preprocess import crop_transformers
 from g2rpo.rewards.published import locate
-from g2rpo.rewards.scorer import DTYPE, Use
+from g2rpo.rewards.scorer import AUTO, Use
 
 REPOSITORY = "yuvalkirstain/PickScore_v1"
 HUB_FILES = ("config.json", "model.safetensors")
@@ -25,7 +25,7 @@ def load(
     path: str = REPOSITORY,
     tokenizer: str | None = None,
     batch: int = 32,
-    dtype: str = DTYPE,
+    dtype: str = AUTO,
     offload: str = "none",
     raw: bool = False,
 ) -> ClipReward:

@@ -16,12 +16,19 @@ from g2rpo.rewards.preprocess import FrameRule, check_images, shared_pixels
 from g2rpo.words import did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE = "float32"
-"""Of weights and activations unless a recipe says otherwise."""
+AUTO = "auto"
+"""float16 on a GPU, float32 on a CPU: docs/rewards.md has the noise of each dtype that decided it."""
 
 OFFLOADS = ("none", "cpu")
 CAPTIONS_KEPT = 4096
 """Encoded captions that a reward keeps, the least recently used go first; 4 KB each or less."""
+
+
+def scoring_dtype(name: str, device_type: str) -> torch.dtype:
+    """What "auto" or a name of `DTYPES` means on a kind of device."""
+    if name == AUTO:
+        return torch.float32 if device_type == "cpu" else torch.float16
+    return DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -31,19 +38,19 @@ class Use:
     Attributes:
         device: where it scores.
         batch: pictures, or captions, in one forward.
-        dtype: of weights and activations; pixels and the last product are float32 anyway.
+        dtype: of weights and activations, or "auto"; pixels and the last product are float32 anyway.
         offload: "cpu": the weights wait in main memory between scoring phases; "none": they stay.
     """
 
     device: torch.device
     batch: int = 32
-    dtype: str = DTYPE
+    dtype: str = AUTO
     offload: str = "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
             raise ValueError(f"batch={self.batch!r}; it is a whole number of pictures, at least 1")
-        for name, known in (("dtype", tuple(DTYPES)), ("offload", OFFLOADS)):
+        for name, known in (("dtype", (AUTO, *DTYPES)), ("offload", OFFLOADS)):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(
                     f"{name}={given!r}{did_you_mean(str(given), known)}; it is {' or '.join(known)}"
@@ -60,7 +67,7 @@ class ModelReward:
     def __init__(self, network: nn.Module, use: Use, frame: FrameRule, size: int) -> None:
         """Args: network with its weights, any dtype, on the CPU; how pictures of what size are framed."""
         self.network: Any = network.eval().requires_grad_(False)
-        self.use, self.device, self.dtype = use, use.device, DTYPES[use.dtype]
+        self.use, self.device, self.dtype = use, use.device, scoring_dtype(use.dtype, use.device.type)
         self._frame, self._size = frame, size
         self._captions: OrderedDict[str, Tensor] = OrderedDict()
         self._phases = 0

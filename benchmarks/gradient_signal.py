@@ -1,0 +1,350 @@
+"""Why noise on one step at a time helps, and what the groups' noise does: the embedded model, equal forwards.
+
+    python benchmarks/gradient_signal.py --out results/signal.json                            # one GPU
+    python benchmarks/gradient_signal.py --prompts 2 --repeats 4 --reference-group 12         # does it run?
+
+T = 8, shift 3. The prompts and their initial noise stay the same; only the steps' noise is drawn anew, so all
+repeats of an arm estimate one gradient. Arms share noise, and their differences are paired. Three measures:
+
+    share      of the rewards' variance in a group that is one step's own: the correlation of two paths that
+               share that step's noise alone (first-order Sobol index), and the variance of singular noise at
+               that step over the path's. With singular noise and one tail it is 1: nothing else differs.
+    advantage  of one given noise at step k from a given state, over redraws of everything else. Reliability:
+               the share of its variance that the given noise decides
+    gradient   of the loss at ratio 1 as `update` takes it, all weights, all prompts in one rollout: its
+               signal-to-noise ratio (signal_to_noise.py). m rollouts have m times it, hence "per 1,000
+               forwards", of the rollout, or "with the update", a row of which counts as 3 (and its backward)
+
+Errors are jackknife standard errors over repeats (advantages: prompts); other prompts: --first. Repeats end
+early where the next would not fit --seconds. Cosines are to {1} in large groups; "along it" is SNR cosine^2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from signal_to_noise import cosine, cosine_error, error, inner, jackknife, snr, snr_without
+from torch import Tensor
+
+from g2rpo.algorithms import Algorithm, dance_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.distributed import keyed_noise
+from g2rpo.explore import Anchor, CountedPolicy, grow, walk_anchor
+from g2rpo.models import load_policy, resolve_device
+from g2rpo.models.flux import FluxPolicy
+from g2rpo.noise import group_noise, orthogonal
+from g2rpo.plans import Plan, Singular
+from g2rpo.policy import Conditioning
+from g2rpo.prompts import read_prompts
+from g2rpo.rewards import load_rewards
+from g2rpo.rollout import Rollout, score
+from g2rpo.schedule import shifted_sigmas
+from g2rpo.update import advantages_of, rows_of, update
+
+REWARDS = ("tiny_preference", "tiny_clip")
+WEIGHTS = ([1.0, 0.0], [0.0, 1.0])  # each reward by itself
+T, SHIFT, STEPS, CHUNK = 8, 3.0, 4, 4
+PLAIN, REFERENCE = "singular {1}", "reference"
+REFERENCE_FROM, GIVEN_FROM, OTHER = 10**6, 2 * 10**6, 10**7  # iteration keys of noise that no arm sees
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method, its group size G and the noise of its groups."""
+
+    algorithm: Algorithm
+    group_size: int = 12
+    noise: str = "independent"
+
+    @property
+    def plan(self) -> Plan:
+        return self.algorithm.plan.plan(T, 0, 0)
+
+
+def make_arms(reference_size: int) -> dict[str, Arm]:
+    """The arms; dance_grpo's optimizer steps become one, for one gradient."""
+
+    def singular(*granularities: int, **other: Any) -> Arm:
+        return Arm(g2rpo(num_steps=T, train_steps=STEPS, granularities=granularities), **other)
+
+    plain = g2rpo_single(num_steps=T, train_steps=STEPS)
+    path = replace(dance_grpo(num_steps=T, train_fraction=1.0), update="once")
+    nfe = [arm.plan.nfe(12) for arm in (Arm(plain), singular(1, 2, 3))]
+    equal = round(12 * (nfe[1]["total"] - nfe[1]["anchor"]) / (nfe[0]["total"] - nfe[0]["anchor"]))
+    return {
+        "path, dance 0.3": Arm(path),
+        "path, flow 0.7": Arm(replace(path, diffusion="flow", eta=0.7)),
+        "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS)),
+        PLAIN: Arm(plain),
+        f"singular {{1}}, G = {equal}": Arm(plain, equal),
+        "singular {1, 2}": singular(1, 2),
+        "singular {1, 2, 3}": singular(1, 2, 3),
+        "singular {2}": singular(2),
+        "singular {3}": singular(3),
+        "{1, 2, 3}, antithetic": singular(1, 2, 3, noise="antithetic"),
+        "{1, 2, 3}, orthogonal": singular(1, 2, 3, noise="orthogonal"),
+        REFERENCE: Arm(plain, reference_size),
+    }
+
+
+class Captured(torch.optim.Optimizer):
+    """An optimizer that keeps the gradient and changes nothing."""
+
+    gradient: Tensor
+
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self.gradient = torch.cat([one.flatten() for one in kept])
+
+
+@dataclass
+class Bench:
+    """What all arms have in common. P prompts, with one initial noise each."""
+
+    policy: FluxPolicy
+    rewards: dict[str, Any]
+    texts: list[str]
+    metadata: list[Any]
+    cond: Conditioning
+    start: Tensor
+    sigmas: Tensor
+    optimizer: Captured
+    batch: int
+    seed: int
+
+    def noise(self, arm: Arm, iterations: Iterable[int]) -> Tensor:
+        """[K, iterations * P, G, L, C] on the CPU, by the keys that `sample` draws with."""
+        keys = [(self.seed, i, p) for i in iterations for p in range(len(self.texts))]
+        shape, steps = self.policy.latent_shape, arm.plan.noise_steps
+        drawn = [group_noise(arm.noise, shape, arm.group_size, key, step) for step in steps for key in keys]
+        return torch.stack(drawn).unflatten(0, (len(steps), len(keys)))
+
+    @torch.no_grad()
+    def rollouts(self, algorithm: Algorithm, plan: Plan, noise: Tensor) -> list[Rollout]:
+        """A group for each of noise [K, V * P, G, L, C]; all V of a prompt start from the same noise."""
+        times = noise.shape[1] // len(self.texts)
+        rows = torch.arange(len(self.texts), device=self.policy.device).repeat(times)
+        levels = plan.levels(self.sigmas)
+        with self.policy.resident():
+            once, many = (CountedPolicy(self.policy, c, self.batch) for c in (self.cond, self.cond[rows]))
+            walked = walk_anchor(once, plan, levels, self.start)
+            states, velocities = (
+                {k: value[rows] for k, value in some.items()} for some in (walked.states, walked.velocities)
+            )
+            keys = tuple((self.seed, 0, p) for p in rows.tolist())
+            samples = grow(
+                many, plan, levels, Anchor(states, velocities, None), noise.to(self.policy.device), keys,
+                diffusion=algorithm.diffusion, eta=algorithm.eta,
+            )  # fmt: skip
+            texts, metadata = self.texts * times, self.metadata * times
+            return score(self.policy, samples, self.rewards, texts, metadata, decode_batch=self.batch)
+
+    def gradients(self, arm: Arm, iterations: Iterable[int]) -> list[Tensor]:
+        """By reward, a row [number of weights] for each iteration."""
+        every = self.rollouts(arm.algorithm, arm.plan, self.noise(arm, iterations))
+        found: list[list[Tensor]] = [[] for _ in self.rewards]
+        for low in range(0, len(every), len(self.texts)):
+            groups = every[low : low + len(self.texts)]
+            for rows, weights in zip(found, WEIGHTS, strict=True):
+                given = rows_of(groups, advantages_of(groups, arm.algorithm, weights))
+                update(
+                    self.policy, arm.algorithm, given, self.cond, self.sigmas, self.optimizer,
+                    max_grad_norm=math.inf, update_batch=self.batch,
+                )  # fmt: skip
+                rows.append(self.optimizer.gradient)
+        return [torch.stack(rows) for rows in found]
+
+
+def shares(bench: Bench, arm: Arm, repeats: int) -> dict[str, Tensor]:
+    """Of a path method, by reward and noisy step [R, K]: share and variance ratio, with errors."""
+    plan, prompts = arm.plan, len(bench.texts)
+    alone = Singular(plan.noise_steps, (1,)).plan(T, 0, 0)
+    covariance, singular, variance = [], [], []
+    for i in range(repeats):
+        paths = [base := bench.noise(arm, [i])]
+        for k in range(len(base)):
+            paths.append(bench.noise(arm, [OTHER * (k + 1) + i]))
+            paths[-1][k] = base[k]
+        judged = [r.rewards[:, 0, 0] for r in bench.rollouts(arm.algorithm, plan, torch.cat(paths, 1))]
+        path = _centred(torch.stack(judged).unflatten(0, (-1, prompts)))  # [1 + K, P, R, G]
+        judged = [r.rewards[:, :, 0] for r in bench.rollouts(arm.algorithm, alone, base)]
+        covariance.append((path[:1] * path[1:]).mean((1, 3)).T)
+        singular.append(_centred(torch.stack(judged)).square().mean((0, 3)))  # [P, R, K, G] -> [R, K]
+        variance.append(path.square().mean((0, 1, 3))[:, None].expand_as(covariance[-1]))
+    tops, below = torch.stack([torch.stack(covariance), torch.stack(singular)]), torch.stack(variance)
+
+    def ratios(kept: Tensor) -> Tensor:
+        return tops[:, kept].sum(1) / below[kept].sum(0)
+
+    (share, ratio), wrong = ratios(torch.arange(repeats)), error(jackknife(ratios, repeats))
+    return {"share": share, "share_error": wrong[0], "ratio": ratio, "ratio_error": wrong[1]}
+
+
+def _centred(rewards: Tensor) -> Tensor:
+    """Less the group's mean; the mean over G of products of two is then their unbiased covariance."""
+    r = rewards.double().cpu()
+    return (r - r.mean(-1, keepdim=True)) * math.sqrt(r.shape[-1] / (r.shape[-1] - 1))
+
+
+def credited(bench: Bench, arm: Arm, draws: int, redraws: int) -> dict[str, Tensor]:
+    """Member 0's advantage for given noise at a step: its std over redraws, and reliability, [R, K + 1].
+
+    On a path, the member's noise before step k is one and the same too: it decides the state at k.
+    """
+    plan, shape, prompts, found = arm.plan, bench.policy.latent_shape, len(bench.texts), []
+    for k in range(STEPS):
+        if k == 0 or not plan.shares_states:
+            noise = bench.noise(arm, range(GIVEN_FROM, GIVEN_FROM + draws * redraws))
+            cells = noise.unflatten(1, (draws, redraws, prompts))
+            for step in range(STEPS if plan.shares_states else k + 1):
+                for d, p in itertools.product(range(draws), range(prompts)):
+                    draw = d if plan.shares_states or step == k else draws  # one for the way to k
+                    cells[step, d, :, p, 0] = keyed_noise(shape, bench.seed, draw, p, "given", step)
+            if arm.noise == "antithetic":
+                noise[:, :, 1] = -noise[:, :, 0]
+            if arm.noise == "orthogonal":  # leaves the first member as it is
+                noise = torch.stack([orthogonal(group) for group in noise.flatten(0, 1)]).view_as(noise)
+            rollouts = bench.rollouts(arm.algorithm, plan, noise)
+        by_reward = [advantages_of(rollouts, arm.algorithm, weights) for weights in WEIGHTS]
+        found.append(torch.stack([torch.stack(one)[:, k, 0] for one in by_reward]).double().cpu())
+    a = torch.stack(found, 1).unflatten(2, (draws, redraws, prompts))  # [R, K, D, M, P]
+
+    def parts(kept: Tensor) -> Tensor:
+        """Std within, and reliability, by a one-way analysis of variance: [2, R, K + 1], last the mean."""
+        within = a[..., kept].var(3).mean((2, 3))
+        between = a[..., kept].mean(3).var(2).mean(-1) - within / redraws
+        both = torch.stack([within.sqrt(), between / (between + within)])
+        return torch.cat([both, both.mean(-1, keepdim=True)], -1)
+
+    (std, reliability), wrong = parts(torch.arange(prompts)), error(jackknife(parts, prompts))
+    return {"std": std, "std_error": wrong[0], "reliability": reliability, "reliability_error": wrong[1]}
+
+
+def compared(grads: dict[str, Tensor], arms: dict[str, Arm], prompts: int) -> dict[str, dict[str, float]]:
+    """SNR, per 1,000 forwards (and with the update's), over the plain arm's, and cosines; with errors."""
+    grams, table = {name: inner(rows, rows) for name, rows in grads.items()}, {}
+    without = {name: snr_without(gram) for name, gram in grams.items()}
+    costs = {name: arms[name].plan.nfe(arms[name].group_size) for name in grads}
+    for name, gram in grams.items():
+        cost, cross, other = costs[name], inner(grads[name], grads[REFERENCE]), grams[REFERENCE]
+        thousands, equal = prompts * cost["total"] / 1000, costs[PLAIN]["total"] / cost["total"]
+        told = {"repeats": len(gram), "forwards": cost["total"], "update_rows": cost["update"]}
+        told |= {"snr": snr(gram), "snr_error": error(without[name])}
+        told |= {"per_1000": told["snr"] / thousands, "per_1000_error": told["snr_error"] / thousands}
+        told["with_update"] = told["snr"] * 1000 / prompts / (cost["total"] + 3 * cost["update"])
+        if name != REFERENCE:
+            told["gain"] = equal * snr(gram) / snr(grams[PLAIN])
+            told["gain_error"] = error(equal * without[name] / without[PLAIN])
+            told["cosine"] = cosine(gram, cross, other)
+            told["cosine_error"] = cosine_error(gram, cross, other)
+            told["aligned"] = told["per_1000"] * told["cosine"] ** 2
+        table[name] = {key: float(value) for key, value in told.items()}
+    return table
+
+
+def show(reward: str, r: int, told: dict[str, Any]) -> None:
+    """The three tables of one reward."""
+
+    def line(*cells: str) -> None:
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+    def title(what: str, *cells: str) -> None:
+        print(f"\n{reward}: {what}\n")
+        line("arm", *cells)
+        line(*["---"] * (len(cells) + 1))
+
+    def pm(value: Tensor | float, wrong: Tensor | float, digits: int = 2) -> str:
+        return f"{value:.{digits}f} ± {wrong:.{digits}f}"
+
+    steps = [f"step {k}" for k in range(T - 1)]
+    title("share of a path's variance by a step's noise / variance of singular noise over it", *steps)
+    for name, of in told["shares"].items():
+        values = zip(*(of[key][r] for key in ("share", "share_error", "ratio", "ratio_error")), strict=True)
+        cells = [f"{pm(*four[:2])} / {pm(*four[2:])}" for four in values]
+        line(name, *cells, *[""] * (T - 1 - len(cells)))
+    title("reliability of an advantage; its std over redraws", *steps[:STEPS], "mean", "std")
+    for name, of in told["advantages"].items():
+        cells = [f"{value:.2f}" for value in of["reliability"][r][:-1]]
+        line(name, *cells, *(pm(of[key][r][-1], of[f"{key}_error"][r][-1]) for key in ("reliability", "std")))
+    title(
+        "signal-to-noise ratio (SNR) of the gradient", "repeats", "forwards a prompt", "update rows", "SNR",
+        "per 1,000 forwards", "over {1}", "cosine to the reference", "per 1,000 along it", "with the update",
+    )  # fmt: skip
+    for name, of in told["gradients"][reward].items():
+        cells = [f"{of[key]:.0f}" for key in ("repeats", "forwards", "update_rows")]
+        for key, digits in (("snr", 3), ("per_1000", 4), ("gain", 2), ("cosine", 2)):
+            cells.append(pm(of[key], of[f"{key}_error"], digits) if key in of else "")
+        line(name, *cells, *(f"{of[key]:.4f}" if key in of else "" for key in ("aligned", "with_update")))
+
+
+def main() -> None:
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(make_arms(2))[:-1]
+    parser.add_argument("--prompts", type=int, default=8, help="in one rollout, at least 2")
+    parser.add_argument("--first", type=int, default=0, help="of world:train's prompts; seeds the noise")
+    parser.add_argument("--repeats", type=int, default=48, help="gradients of an arm; multiple of 4")
+    parser.add_argument("--arms", nargs="+", choices=names, default=names, help=f"beside {PLAIN!r}")
+    parser.add_argument("--reference-group", type=int, default=96, help="members of the reference's groups")
+    parser.add_argument("--guidance", type=float, default=1.0, help="1.0 as in the recipe tiny")
+    parser.add_argument("--seconds", type=float, default=125, help="after which no more repeats start")
+    parser.add_argument("--batch", type=int, default=1024, help="samples of one forward")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.prompts < 2:
+        parser.error(f"an error is over prompts too: --prompts must be >= 2, got {given.prompts}")
+    every, wanted = make_arms(given.reference_group), (*given.arms, PLAIN, REFERENCE)
+    arms = {name: arm for name, arm in every.items() if name in wanted}
+    torch.set_float32_matmul_precision("high")  # TF32: its rounding is far below the noise
+    device = resolve_device(given.device)
+    policy = load_policy("tiny", device=device, guidance=given.guidance)
+    prompts = read_prompts("world:train")[0][given.first :][: given.prompts]
+    texts = [prompt.text for prompt in prompts]
+    shape, seed = policy.latent_shape, given.first
+    start = torch.stack([keyed_noise(shape, seed, 0, p, "start") for p in range(len(texts))])
+    bench = Bench(
+        policy, load_rewards(list(REWARDS), device), texts, [prompt.metadata for prompt in prompts],
+        policy.encode(texts), start.to(device), shifted_sigmas(T, SHIFT),
+        Captured([p for p in policy.module.parameters() if p.requires_grad], {}), given.batch, seed,
+    )  # fmt: skip
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    told: dict[str, Any] = {"machine": machine, "torch": torch.__version__}
+    told |= {key: getattr(given, key) for key in ("prompts", "first", "guidance", "reference_group")}
+    print(told)
+    several, draws = max(2, given.repeats // 4), max(2, given.repeats // 12)
+    told["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
+    told["advantages"] = {n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE}
+    found: dict[str, list[list[Tensor]]] = {name: [] for name in arms}
+    last = REFERENCE_FROM + max(3, given.repeats // 8)
+    found[REFERENCE].append(bench.gradients(arms[REFERENCE], range(REFERENCE_FROM, last)))
+    print(f"{time.perf_counter() - began:.0f} s before the repeats", flush=True)
+    for low in range(0, given.repeats, CHUNK):
+        chunk = time.perf_counter()
+        for name in [name for name in arms if name != REFERENCE]:
+            found[name].append(bench.gradients(arms[name], range(low, low + CHUNK)))
+        if 2 * time.perf_counter() - chunk - began > given.seconds:
+            break
+    told |= {"gradients": {}, "seconds": time.perf_counter() - began}
+    for r, reward in enumerate(REWARDS):
+        one = {name: torch.cat([some[r] for some in chunks]) for name, chunks in found.items()}
+        told["gradients"][reward] = compared(one, arms, len(texts))
+        show(reward, r, told)
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(told, indent=1, default=Tensor.tolist) + "\n")
+
+
+if __name__ == "__main__":
+    main()

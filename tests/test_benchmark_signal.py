@@ -1,0 +1,87 @@
+"""The estimators of benchmarks/signal_to_noise.py, on vectors whose signal and noise are known."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from seeds import seeded
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "signal_to_noise.py"
+SPEC = importlib.util.spec_from_file_location("signal_to_noise", PATH)
+stn = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(stn)
+
+TRIALS, N, DIM = 600, 8, 40
+SPREAD = torch.linspace(0.1, 1.9, DIM, dtype=torch.float64)  # not the same in all directions
+NOISE = float(SPREAD.square().sum())
+
+
+def draws(mean, number=N, seed=0):
+    """[TRIALS, number, DIM] of a Gaussian with this mean and standard deviations SPREAD."""
+    noise = torch.randn(TRIALS, number, DIM, generator=seeded(seed), dtype=torch.float64)
+    return mean + SPREAD * noise
+
+
+def along(signal, axis=0):
+    mean = torch.zeros(DIM, dtype=torch.float64)
+    mean[axis] = math.sqrt(signal)
+    return mean
+
+
+def off_by(found, truth):
+    """In standard errors of the mean over trials."""
+    return abs(float(found.mean()) - truth) / (float(found.std()) / math.sqrt(len(found)))
+
+
+@pytest.mark.parametrize("signal", [0.0, 3.0, 60.0])
+def test_signal_and_noise_are_unbiased(signal):
+    found = torch.tensor([stn.moments(stn.inner(g, g)) for g in draws(along(signal))])
+    assert off_by(found[:, 0], signal) < 4
+    assert off_by(found[:, 1], NOISE) < 4
+
+
+def test_the_mean_of_two_has_twice_the_snr():
+    one = draws(along(30.0), 48)
+    two = one.unflatten(1, (24, 2)).mean(2)
+    pairs = zip(one, two, strict=True)
+    ratios = torch.stack([stn.snr(stn.inner(b, b)) / stn.snr(stn.inner(a, a)) for a, b in pairs])
+    assert float(ratios.mean()) == pytest.approx(2, rel=0.05)
+
+
+def test_inner_products_of_long_rows_are_exact():
+    rows = torch.randn(3, 2**20 + 5, generator=seeded(1))
+    torch.testing.assert_close(stn.inner(rows, rows[:2]), rows.double() @ rows[:2].double().T)
+
+
+def test_the_cosine_of_means_is_that_of_their_directions():
+    angle = math.radians(60)
+    other = math.cos(angle) * along(20.0) + math.sin(angle) * along(20.0, axis=1)
+    pairs = zip(draws(along(20.0), 30, seed=2), draws(other, 12, seed=3), strict=True)
+    found = torch.stack([stn.cosine(stn.inner(a, a), stn.inner(a, b), stn.inner(b, b)) for a, b in pairs])
+    assert float(found.mean()) == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_cosine_without_signal_is_no_number():
+    rows = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    gram = stn.inner(rows, rows)
+    assert stn.cosine(gram, gram, gram).isnan()
+
+
+def test_the_jackknife_error_of_a_mean_is_the_usual_one():
+    values = torch.randn(25, 2, generator=seeded(4), dtype=torch.float64)
+    found = stn.error(stn.jackknife(lambda kept: values[kept].mean(0), 25))
+    torch.testing.assert_close(found, values.std(0) / 5)
+
+
+def test_errors_of_independent_samples_add_in_squares():
+    a, b = torch.randn(2, 9, generator=seeded(5), dtype=torch.float64)
+    assert float(stn.error(a, b)) == pytest.approx(math.hypot(stn.error(a), stn.error(b)))
+
+
+def test_the_jackknife_error_of_an_snr_is_its_spread_over_trials():
+    grams = [stn.inner(g, g) for g in draws(along(60.0), 16, seed=6)[:300]]
+    found = torch.stack([stn.snr(gram) for gram in grams])
+    told = torch.stack([stn.error(stn.jackknife(lambda i, g=g: stn.snr(g[i][:, i]), 16)) for g in grams])
+    assert float(told.square().mean().sqrt() / found.std()) == pytest.approx(1, abs=0.2)
