@@ -27,15 +27,17 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from signal_arms import PLAIN, REFERENCE, STEPS, Arm, T, make_arms
+from signal_tables import show
 from signal_to_noise import cosine, cosine_error, error, inner, jackknife, snr, snr_without
 from torch import Tensor
 
-from g2rpo.algorithms import Algorithm, dance_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.algorithms import Algorithm
 from g2rpo.distributed import keyed_noise
 from g2rpo.explore import Anchor, CountedPolicy, grow, walk_anchor
 from g2rpo.models import load_policy, resolve_device
@@ -51,48 +53,8 @@ from g2rpo.update import advantages_of, rows_of, update
 
 REWARDS = ("tiny_preference", "tiny_clip")
 WEIGHTS = ([1.0, 0.0], [0.0, 1.0])  # each reward by itself
-T, SHIFT, STEPS, CHUNK = 8, 3.0, 4, 4
-PLAIN, REFERENCE = "singular {1}", "reference"
+SHIFT, CHUNK = 3.0, 4
 REFERENCE_FROM, GIVEN_FROM, OTHER = 10**6, 2 * 10**6, 10**7  # iteration keys of noise that no arm sees
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A method, its group size G and the noise of its groups."""
-
-    algorithm: Algorithm
-    group_size: int = 12
-    noise: str = "independent"
-
-    @property
-    def plan(self) -> Plan:
-        return self.algorithm.plan.plan(T, 0, 0)
-
-
-def make_arms(reference_size: int) -> dict[str, Arm]:
-    """The arms; dance_grpo's optimizer steps become one, for one gradient."""
-
-    def singular(*granularities: int, **other: Any) -> Arm:
-        return Arm(g2rpo(num_steps=T, train_steps=STEPS, granularities=granularities), **other)
-
-    plain = g2rpo_single(num_steps=T, train_steps=STEPS)
-    path = replace(dance_grpo(num_steps=T, train_fraction=1.0), update="once")
-    nfe = [arm.plan.nfe(12) for arm in (Arm(plain), singular(1, 2, 3))]
-    equal = round(12 * (nfe[1]["total"] - nfe[1]["anchor"]) / (nfe[0]["total"] - nfe[0]["anchor"]))
-    return {
-        "path, dance 0.3": Arm(path),
-        "path, flow 0.7": Arm(replace(path, diffusion="flow", eta=0.7)),
-        "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS)),
-        PLAIN: Arm(plain),
-        f"singular {{1}}, G = {equal}": Arm(plain, equal),
-        "singular {1, 2}": singular(1, 2),
-        "singular {1, 2, 3}": singular(1, 2, 3),
-        "singular {2}": singular(2),
-        "singular {3}": singular(3),
-        "{1, 2, 3}, antithetic": singular(1, 2, 3, noise="antithetic"),
-        "{1, 2, 3}, orthogonal": singular(1, 2, 3, noise="orthogonal"),
-        REFERENCE: Arm(plain, reference_size),
-    }
 
 
 class Captured(torch.optim.Optimizer):
@@ -155,7 +117,7 @@ class Bench:
         for low in range(0, len(every), len(self.texts)):
             groups = every[low : low + len(self.texts)]
             for rows, weights in zip(found, WEIGHTS, strict=True):
-                given = rows_of(groups, advantages_of(groups, arm.algorithm, weights))
+                given = rows_of(groups, arm.advantages(groups, weights))
                 update(
                     self.policy, arm.algorithm, given, self.cond, self.sigmas, self.optimizer,
                     max_grad_norm=math.inf, update_batch=self.batch,
@@ -233,7 +195,7 @@ def compared(grads: dict[str, Tensor], arms: dict[str, Arm], prompts: int) -> di
     """SNR, per 1,000 forwards (and with the update's), over the plain arm's, and cosines; with errors."""
     grams, table = {name: inner(rows, rows) for name, rows in grads.items()}, {}
     without = {name: snr_without(gram) for name, gram in grams.items()}
-    costs = {name: arms[name].plan.nfe(arms[name].group_size) for name in grads}
+    costs = {name: arms[name].nfe for name in grads}
     for name, gram in grams.items():
         cost, cross, other = costs[name], inner(grads[name], grads[REFERENCE]), grams[REFERENCE]
         thousands, equal = prompts * cost["total"] / 1000, costs[PLAIN]["total"] / cost["total"]
@@ -249,41 +211,6 @@ def compared(grads: dict[str, Tensor], arms: dict[str, Arm], prompts: int) -> di
             told["aligned"] = told["per_1000"] * told["cosine"] ** 2
         table[name] = {key: float(value) for key, value in told.items()}
     return table
-
-
-def show(reward: str, r: int, told: dict[str, Any]) -> None:
-    """The three tables of one reward."""
-
-    def line(*cells: str) -> None:
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-    def title(what: str, *cells: str) -> None:
-        print(f"\n{reward}: {what}\n")
-        line("arm", *cells)
-        line(*["---"] * (len(cells) + 1))
-
-    def pm(value: Tensor | float, wrong: Tensor | float, digits: int = 2) -> str:
-        return f"{value:.{digits}f} ± {wrong:.{digits}f}"
-
-    steps = [f"step {k}" for k in range(T - 1)]
-    title("share of a path's variance by a step's noise / variance of singular noise over it", *steps)
-    for name, of in told["shares"].items():
-        values = zip(*(of[key][r] for key in ("share", "share_error", "ratio", "ratio_error")), strict=True)
-        cells = [f"{pm(*four[:2])} / {pm(*four[2:])}" for four in values]
-        line(name, *cells, *[""] * (T - 1 - len(cells)))
-    title("reliability of an advantage; its std over redraws", *steps[:STEPS], "mean", "std")
-    for name, of in told["advantages"].items():
-        cells = [f"{value:.2f}" for value in of["reliability"][r][:-1]]
-        line(name, *cells, *(pm(of[key][r][-1], of[f"{key}_error"][r][-1]) for key in ("reliability", "std")))
-    title(
-        "signal-to-noise ratio (SNR) of the gradient", "repeats", "forwards a prompt", "update rows", "SNR",
-        "per 1,000 forwards", "over {1}", "cosine to the reference", "per 1,000 along it", "with the update",
-    )  # fmt: skip
-    for name, of in told["gradients"][reward].items():
-        cells = [f"{of[key]:.0f}" for key in ("repeats", "forwards", "update_rows")]
-        for key, digits in (("snr", 3), ("per_1000", 4), ("gain", 2), ("cosine", 2)):
-            cells.append(pm(of[key], of[f"{key}_error"], digits) if key in of else "")
-        line(name, *cells, *(f"{of[key]:.4f}" if key in of else "" for key in ("aligned", "with_update")))
 
 
 def main() -> None:
@@ -325,7 +252,9 @@ def main() -> None:
     print(told)
     several, draws = max(2, given.repeats // 4), max(2, given.repeats // 12)
     told["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
-    told["advantages"] = {n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE}
+    told["advantages"] = {
+        n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE and not a.fine
+    }
     found: dict[str, list[list[Tensor]]] = {name: [] for name in arms}
     last = REFERENCE_FROM + max(3, given.repeats // 8)
     found[REFERENCE].append(bench.gradients(arms[REFERENCE], range(REFERENCE_FROM, last)))
@@ -340,7 +269,7 @@ def main() -> None:
     for r, reward in enumerate(REWARDS):
         one = {name: torch.cat([some[r] for some in chunks]) for name, chunks in found.items()}
         told["gradients"][reward] = compared(one, arms, len(texts))
-        show(reward, r, told)
+        show(reward, r, told, T, STEPS)
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(told, indent=1, default=Tensor.tolist) + "\n")

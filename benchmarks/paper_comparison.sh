@@ -1,16 +1,43 @@
 #!/usr/bin/env bash
-# The paper's comparison on the embedded model: the search for each method's settings.
+# The paper's comparison on the embedded model: the search for each method's settings, then the stages.
 #
-#     benchmarks/paper_comparison.sh tune|tune2 OUT [JOBS]
+#     benchmarks/paper_comparison.sh tune|tune2|joint|single|lambda|rest OUT [JOBS]
+#
+#     tune, tune2   one seed: learning rate, eta and clip range of each method
+#     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
+#                   the models of seed 0 also in 4, 8, 16 and 32 steps, and side by side in a picture
+#     single        the same, preference alone; 3 seeds
+#     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
+#     rest          Flow-GRPO and its Fast window, update rules, MixGRPO-Flash; 3 seeds
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
-# as many. docs/comparison.md has what was found, results/compare/ the numbers.
+# as many. SEEDS=0,1 takes other seeds than a stage's own. docs/comparison.md has what was found, results/compare/
+# the numbers (benchmarks/slim_runs.py makes them small).
 set -u
 stage=$1 out=$2 jobs=${3:-16}
 cd "$(dirname "$0")/.."
 base=results/compare/joint.toml
 long="iterations=200 eval_every=50 warmup_iterations=25"   # path methods while tuning
 short="iterations=40 eval_every=10"                        # G2RPO while tuning
+
+# What the search chose.
+dance="algorithm=dance_grpo clip_range=1e-3 lr=5e-6"
+mix="algorithm=mix_grpo window=3 lr=2e-5"
+one="algorithm=g2rpo_single train_steps=5 lr=2e-5"
+g2rpo="algorithm=g2rpo train_steps=5 lr=2e-5"
+# 275,000 forwards each.
+dance_long="iterations=315 eval_every=21 warmup_iterations=25"
+mix_long="iterations=460 eval_every=23 warmup_iterations=25"
+one_long="iterations=80 eval_every=5"
+g2rpo_long="iterations=60 eval_every=5"
+
+paper() {  # the four arms of the paper's first table, with these settings besides: paper SEEDS [KEY=VALUE ...]
+  local seeds=$1
+  shift
+  python -m g2rpo compare --arm "DanceGRPO=$base $dance $dance_long" --arm "MixGRPO=$base $mix $mix_long" \
+    --arm "G2RPO_1=$base $one $one_long" --arm "G2RPO=$base $g2rpo $g2rpo_long" "$@" \
+    --seeds "$seeds" --jobs "$jobs" --out "$out"
+}
 
 case $stage in
 tune)
@@ -51,6 +78,47 @@ tune2)  # where the first search's best lay at an edge
   done
   arms+=(--arm "g2rpo_lr3e-5=$base algorithm=g2rpo train_steps=5 lr=3e-5 $short")
   python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  ;;
+joint)
+  paper "${SEEDS:-0,1,2,3,4}"
+  models=(tiny) names=base
+  for arm in DanceGRPO MixGRPO G2RPO_1 G2RPO; do
+    if [ -d "$out/runs/$arm/0" ]; then models+=("$out/runs/$arm/0") names="$names,$arm"; fi
+  done
+  if [ ${#models[@]} -gt 1 ]; then
+    python -m g2rpo evaluate "${models[@]}" --labels "$names" --prompts world:heldout --limit 256 \
+      --guidance 1 --precision tf32 --rewards tiny_preference,tiny_clip,verifier,verifier_strict \
+      --steps 4,8,16,32 --batch 256 --out "$out/steps"
+    python -m g2rpo gallery "${models[@]}" --labels "$names" --prompts world:heldout --limit 6 \
+      --guidance 1 --precision tf32 --steps 10 --out "$out/gallery"
+  fi
+  ;;
+single)
+  paper "${SEEDS:-0,1,2}" 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
+  ;;
+lambda)
+  arms=()
+  for set in 2 3 1,2 1,3; do
+    case $set in  # as many iterations as 275,000 forwards allow
+    2) n=144 ;; 3) n=207 ;; 1,2) n=64 ;; 1,3) n=73 ;;
+    esac
+    arms+=(--arm "L${set/,/}=$base $g2rpo granularities=[$set] iterations=$n eval_every=10")
+  done
+  arms+=(--arm "L123_paper_tails=$base $g2rpo iterations=49 eval_every=7 tail_rule=paper")
+  arms+=(--arm "L1_G16=$base $one group_size=16 $g2rpo_long")
+  for noise in antithetic orthogonal; do
+    arms+=(--arm "L123_$noise=$base $g2rpo $g2rpo_long noise=$noise")
+  done
+  python -m g2rpo compare "${arms[@]}" --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
+  ;;
+rest)
+  flow="algorithm=flow_grpo eta=0.7 lr=1e-5"
+  python -m g2rpo compare --arm "FlowGRPO=$base $flow $dance_long" \
+    --arm "FlowGRPO_Fast=$base $flow window=3 $mix_long" \
+    --arm "MixGRPO_Flash=$base $mix flash=0.4 $mix_long" \
+    --arm "DanceGRPO_once=$base $dance update=once lr=2e-5 $dance_long" \
+    --arm "G2RPO_per_step=$base $g2rpo update=per_step lr=1e-5 $g2rpo_long" \
+    --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
   ;;
 *)
   echo "no such stage: $stage" >&2

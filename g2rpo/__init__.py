@@ -1,20 +1,25 @@
 """G2RPO: training flow models on preferences, with granular rewards at every noise step.
 
     import g2rpo
+    print(g2rpo.plan("flux_lora_1gpu", prompts="world:train", gpu="H200").seconds)
     run = g2rpo.train("tiny", iterations=20, out="runs/first")
+    print(g2rpo.evaluate(["tiny", run.out], "world:heldout", ["verifier"], limit=64).means)
 
 Importing the package imports none of its parts: torch and diffusers load where they are first needed.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from g2rpo.costs import Costs
+    from g2rpo.evaluation import Evaluated
     from g2rpo.run import Run
 
 __version__ = "0.1.0"
-__all__ = ["train"]
+__all__ = ["evaluate", "plan", "train"]
 
 
 def train(recipe: "str | Path | None" = None, **overrides: Any) -> "Run":
@@ -31,3 +36,72 @@ def train(recipe: "str | Path | None" = None, **overrides: Any) -> "Run":
     from g2rpo.trainer import train
 
     return train(load_settings(recipe, overrides))
+
+
+def plan(
+    recipe: "str | Path | None" = None,
+    *,
+    num_processes: int = 1,
+    gpu: str | None = None,
+    memory_gb: float | None = None,
+    measured: bool = False,
+    seconds_per_forward: float | None = None,
+    **overrides: Any,
+) -> "Costs":
+    """What `g2rpo plan RECIPE key=value ...` tells: forwards, images, memory, disk and times of a run.
+
+    Args:
+        recipe, overrides: as of `train`.
+        gpu: a kind of GPU in the table of measured times; None: this machine's. memory_gb: of one.
+        measured: load the model and time a few forwards here.
+
+    Raises:
+        ValueError: settings that do not fit, or a GPU that the table does not hold.
+    """
+    from g2rpo.config import load_settings
+    from g2rpo.planning import plan_here
+
+    return plan_here(
+        load_settings(recipe, overrides), num_processes=num_processes, gpu=gpu, memory_gb=memory_gb,
+        measured=measured, seconds_per_forward=seconds_per_forward,
+    )  # fmt: skip
+
+
+def evaluate(
+    models: "Sequence[str | Path]",
+    prompts: "str | Sequence[str]",
+    rewards: Sequence[str],
+    steps: Sequence[int] = (16,),
+    *,
+    limit: int | None = None,
+    guidance: float | None = None,
+    resolution: int | None = None,
+    precision: str | None = None,
+    options: Sequence[str] = (),
+    labels: Sequence[str] | None = None,
+    out: "str | Path" = "evaluation",
+    **drawing: Any,
+) -> "Evaluated":
+    """Scores models on the same prompts and seeds, as `g2rpo evaluate` does.
+
+    Args:
+        models: whatever `g2rpo sample` draws with; the first is what the others are compared with.
+        prompts: a file, world:NAME, or the prompts themselves. limit: at most so many of them.
+        rewards: names, or module:function. options: of rewards, NAME.KEY=VALUE.
+        steps: numbers of denoising steps, each an evaluation of its own.
+        guidance, resolution, precision: of all models; None: the first one's.
+        labels: names of the models in tables. out: folder of tables and pictures.
+        drawing: num_images, seed, shift, base, device and batch of `g2rpo.lineup.Drawing`.
+
+    Raises:
+        ValueError: anything wrong with the arguments, before a model is loaded.
+    """
+    from g2rpo.evaluation import evaluate as evaluate_models
+    from g2rpo.lineup import Drawing
+    from g2rpo.prompts import as_prompts, read_prompts
+
+    found = read_prompts(prompts)[0] if isinstance(prompts, str) else as_prompts(prompts)
+    asked = {"guidance": guidance, "resolution": resolution, "precision": precision}
+    wanted = Drawing(tuple(found[:limit]), tuple(steps), asked=asked, **drawing)
+    names = [str(model) for model in models]
+    return evaluate_models(names, wanted, list(rewards), options=options, labels=labels, out=out)

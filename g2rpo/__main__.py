@@ -175,7 +175,7 @@ def fetch(
     quiet_other_packages()
     from g2rpo.fetch import fetch_needs, needs
 
-    found = needs(settings.model, [*settings.rewards, *settings.eval_rewards])
+    found = needs(settings.model, [*settings.rewards, *settings.eval_rewards], settings.reward_options)
     print(*found, sep="\n")
     if not dry_run:
         fetch_needs(found)
@@ -322,7 +322,8 @@ def doctor(
         from g2rpo.doctor import report
 
         findings = report(out)
-    show(("", "status", "found", "advice"), [(r.name, r.status, r.found, r.advice) for r in findings])
+    found = [(r.name, r.status, r.found, r.advice) for r in findings]
+    show(("", "status", "found", "advice"), found, fold=("found",))
     if any(row.status == "missing" for row in findings):
         raise typer.Exit(1)
 

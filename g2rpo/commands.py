@@ -147,7 +147,7 @@ def evaluate(
         asked={"guidance": guidance, "resolution": resolution, "precision": precision},
     )  # fmt: skip
     sys.path.append(os.getcwd())
-    from g2rpo.evaluate import evaluate as evaluate_models
+    from g2rpo.evaluation import evaluate as evaluate_models
     from g2rpo.results import notes, split
 
     done = evaluate_models(

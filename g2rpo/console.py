@@ -71,12 +71,16 @@ def quiet_other_packages() -> None:
     enable_progress_bars()  # transformers turns the hub's off with its own; 24 GB should not come in silence
 
 
-def show(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on stdout. A first cell that repeats the one above stays empty; no markup, no `:emoji:`."""
+def show(heads: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str] = ()) -> None:
+    """A table on stdout. A first cell that repeats the one above stays empty; no markup, no `:emoji:`.
+
+    Where it is narrow, the first column wraps, the last, and those of `fold`: what stands between them stays
+    whole.
+    """
     table, above = Table(box=box.SIMPLE), ""
     for place, head in enumerate(heads):
-        # Where it is narrow, the first and the last column wrap: names and numbers between stay whole.
-        table.add_column(head, overflow="fold", no_wrap=0 < place < len(heads) - 1)
+        between = 0 < place < len(heads) - 1 and head not in fold
+        table.add_column(head, overflow="fold", no_wrap=between)
     for first, *others in rows:
         table.add_row("" if first == above else first, *others)
         above = first

@@ -11,7 +11,8 @@ Of rewards the weights of the published models are counted (memory.py); their ti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -28,6 +29,7 @@ from g2rpo.memory import (
 from g2rpo.models.shape import FluxShape, flux_shape
 from g2rpo.options import make_algorithm
 from g2rpo.plans import Plan
+from g2rpo.recipe import toml_value
 from g2rpo.settings import Settings
 from g2rpo.speeds import LEAST_PARAMS, Speeds, given, rates_of
 
@@ -309,13 +311,20 @@ def _fit_notes(
     )
     for changes in changes_that_help(settings):
         if (needed := memory(changes).peak) <= memory_bytes:
-            shown = " ".join(f"{key}={str(v).lower()}" for key, v in changes.items())
-            return (problem, f"would fit, in about {_size(needed)}: {shown}")
+            return (problem, f"would fit, in about {_size(needed)}: {_as_words(changes)}")
     more = "more processes, " if not settings.lora_rank else ""
     return (
         problem,
         f"no batch size, precision or LoRA rank makes it fit: take {more}a smaller resolution or model",
     )
+
+
+def _as_words(changes: Mapping[str, Any]) -> str:
+    """As on a command line."""
+    words = [f"{key}={str(v).lower()}" for key, v in changes.items() if key != "reward_options"]
+    for name, options in changes.get("reward_options", {}).items():
+        words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
+    return " ".join(words)
 
 
 def _size(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -62,8 +62,8 @@ REWARD_SOURCES: dict[str, tuple[Source, ...]] = {
     "unified": (),
     "http": (),
 }
-"""What each reward loads from the hub, where its licence is read too. Nothing: a server judges. Those without
-an entry lie in the package.
+"""What each reward loads from the hub, weights and tokenizer, where its licence is read too; nothing where a
+server judges. Those without an entry lie in the package.
 """
 
 
@@ -101,12 +101,15 @@ class Need:
 OPEN, GRANTED, NO_LOGIN, REFUSED = "open", "gated, granted", "gated, not logged in", "gated, not granted"
 
 
-def needs(model: str, rewards: Iterable[str]) -> list[Need]:
+def needs(
+    model: str, rewards: Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Need]:
     """What a run with this model and these rewards needs, from the hub's words about sizes and licences.
 
     Args:
         model: as `load_policy` takes it.
         rewards: names; `module:function` is the user's own.
+        options: of rewards, by name; `path` and `tokenizer` say where its files are instead.
 
     Raises:
         ValueError: no such model, folder, repository or reward, an incomplete folder, or no network.
@@ -114,8 +117,11 @@ def needs(model: str, rewards: Iterable[str]) -> list[Need]:
     found = [_model_need(model)]
     for name in dict.fromkeys(rewards):
         if name in REWARD_SOURCES:
-            new = [source for source in REWARD_SOURCES[name] if source not in (need.source for need in found)]
-            found += [_hub_need(f"reward {name}", source) for source in new]
+            for source in _reward_sources(name, (options or {}).get(name, {})):
+                if isinstance(source, Path):
+                    found.append(Need(f"reward {name}", f"{source}: here"))
+                elif source not in (need.source for need in found):
+                    found.append(_hub_need(f"reward {name}", source))
             if not REWARD_SOURCES[name]:
                 found.append(Need(f"reward {name}", "judged by a server, which has the weights"))
         elif ":" in name:
@@ -125,6 +131,23 @@ def needs(model: str, rewards: Iterable[str]) -> list[Need]:
         else:
             known = [*REWARDS, *REWARD_SOURCES]
             raise ValueError(f"no reward {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")
+    return found
+
+
+def _reward_sources(name: str, options: Mapping[str, Any]) -> list[Source | Path]:
+    """Where its weights and its tokenizer are: as published, or as its options `path` and `tokenizer` say."""
+    found: list[Source | Path] = []
+    for key, source in zip(("path", "tokenizer"), REWARD_SOURCES[name], strict=False):
+        place = str(options.get(key) or source.repo)
+        here = Path(place).expanduser()
+        weights = found[0] if found and isinstance(found[0], Path) else None
+        beside = weights if weights is None or weights.is_dir() else weights.parent
+        if here.exists():
+            found.append(here)
+        elif not options.get(key) and beside and all((beside / one).is_file() for one in source.files):
+            found.append(beside)
+        else:
+            found.append(replace(source, repo=place))
     return found
 
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from g2rpo.pictures import from_pil, read_png_text
-from g2rpo.prompts import EMPTY_LINE, _checked, _records, check_source
+from g2rpo.prompts import EMPTY_LINE, check_source, checked_text, records
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 SHEETS = ("grid.png", "comparison.png")
@@ -103,20 +103,23 @@ def _own_prompt(path: Path) -> str | None:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Names sorted character by character, if counting the numbers in them gives the same order.
+    """Names sorted character by character, if no other order suggests itself.
 
     Raises:
-        ValueError: it does not, as with img_2 and img_10: nobody can know which order the prompts follow.
+        ValueError: one does: by the numbers in the names, as with img_2 and img_10, or without their endings,
+            as with a-2.png and a.png. Nobody can know which order the prompts follow.
     """
-    plain = sorted(names, key=lambda name: (Path(name).stem, name))
-    counted = sorted(plain, key=lambda name: _counted(Path(name).stem))
-    if plain != counted:
-        first = next(i for i, pair in enumerate(zip(plain, counted, strict=True)) if pair[0] != pair[1])
-        raise ValueError(
-            f"the pictures' order is not clear: sorted by characters {plain[first]} stands where "
-            f"{counted[first]} does by number; give the prompts with --map (columns file and prompt), or "
-            "name the files with leading zeros"
-        )
+    plain = sorted(names)
+    without_endings = sorted(plain, key=lambda name: (Path(name).stem, name))
+    counted = sorted(without_endings, key=lambda name: _counted(Path(name).stem))
+    for other, how in ((without_endings, "without the files' endings"), (counted, "by number")):
+        for here, there in zip(plain, other, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"the pictures' order is not clear: sorted by characters {here} stands where {there} "
+                    f"does {how}; give the prompts with --map (columns file and prompt), or name the files "
+                    "with leading zeros"
+                )
     return plain
 
 
@@ -178,8 +181,8 @@ def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:
     """(place, text, metadata) of each record; unlike a run's prompts, repeats stay: each is a picture's."""
     check_source(source)
     found = [
-        (place, _checked(text, f"{source}, {place}"), dict(metadata))
-        for place, text, metadata in _records(source)
+        (place, checked_text(text, f"{source}, {place}"), dict(metadata))
+        for place, text, metadata in records(source)
         if text is not EMPTY_LINE
     ]
     if not found:

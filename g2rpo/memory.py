@@ -235,12 +235,15 @@ def step_rows(settings: Settings, plan: Plan) -> int:
 
 
 def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
-    """Changes of settings to try when a run does not fit, mildest first."""
+    """Changes of settings to try when a run does not fit, mildest first.
+
+    Resident networks of rewards: that they wait in main memory comes first, and with each of the rest.
+    """
     names = ("rollout_batch", "decode_batch", "update_batch")
     batches: dict[str, Any] = dict.fromkeys(names, 1)
     lora: dict[str, Any] = {"precision": "bfloat16", "lora_rank": settings.lora_rank or 64}
     checkpointing = {"gradient_checkpointing": True}
-    return [
+    found = [
         {name: max(1, getattr(settings, name) // 4) for name in names if getattr(settings, name) != "auto"},
         checkpointing,
         {**batches, **checkpointing},
@@ -251,3 +254,11 @@ def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
         {**batches, **checkpointing, **lora, "lora_rank": min(settings.lora_rank or 64, 16)},
         {**batches, **checkpointing, **lora, "base_dtype": "float8"},
     ]
+    if not reward_bytes(settings):
+        return found
+    waiting = dict(settings.reward_options)
+    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
+        if name in REWARD_PARAMS:
+            waiting[name] = {**waiting.get(name, {}), "offload": "cpu"}
+    offload = {"reward_options": waiting}
+    return [offload, *(one for change in found for one in (change, {**change, **offload}))]

@@ -98,11 +98,11 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
     prompts: list[Prompt] = []
     duplicates: list[str] = []
     empty_lines = 0
-    for place, text, metadata in _records(source):
+    for place, text, metadata in records(source):
         if text is EMPTY_LINE:
             empty_lines += 1
             continue
-        text = _checked(text, f"{source}, {place}")
+        text = checked_text(text, f"{source}, {place}")
         if text in first:
             duplicates.append(f"{place} repeats {first[text]}")
             continue
@@ -113,7 +113,21 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
     return prompts, ReadReport(source, len(prompts), empty_lines, duplicates)
 
 
-def _checked(text: Any, where: str) -> str:
+def as_prompts(texts: Sequence[str]) -> list[Prompt]:
+    """Prompts that a caller wrote down, in their order.
+
+    Raises:
+        ValueError: one that is no text, empty or too long.
+    """
+    return [Prompt(checked_text(text, f"prompt {i + 1}"), {}, i) for i, text in enumerate(texts)]
+
+
+def checked_text(text: Any, where: str) -> str:
+    """A prompt without white space around it; `where` is told in errors.
+
+    Raises:
+        ValueError: no text, an empty one or one that is too long.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{where}: a prompt is text, not {text!r}")
     text = text.strip()
@@ -126,7 +140,12 @@ def _checked(text: Any, where: str) -> str:
     return text
 
 
-def _records(source: str) -> Iterator[Record]:
+def records(source: str) -> Iterator[Record]:
+    """Every entry of a file, or of world:NAME, as it stands there: (place in words, text, metadata).
+
+    Raises:
+        ValueError: a file that cannot be read as what its name says.
+    """
     if source.startswith("world:"):
         from g2rpo.world.captions import prompt_set
 

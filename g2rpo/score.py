@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,10 @@ class _Table:
             return
         with self.csv.open(newline="", encoding="utf-8", errors="replace") as file:
             for row in csv.DictReader(file):
-                item = items.get(row["file"])
-                if item is not None and row["inputs"] == self._key(item):
+                item = items.get(row.get("file", ""))
+                if item is None or row.get("inputs") != self._key(item):
+                    continue
+                with suppress(KeyError, TypeError, ValueError):  # a row that somebody edited
                     values = {name: float(row[name]) for name in self.names}
                     if all(map(math.isfinite, values.values())):
                         self.rows[item.name] = values

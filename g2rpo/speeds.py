@@ -80,6 +80,15 @@ H200 = Rates(
 TABLE = {"H200": H200, "H100": replace(H200, compiled=574, decode=140, released=185)}
 
 
+JUDGES = {
+    "hps": (7e-3, 0.6e-3),
+    "clip": (7e-3, 0.6e-3),
+    "pickscore": (7e-3, 0.6e-3),
+    "imagereward": (20e-3, 0.3e-3),
+}
+"""Seconds of a reward's call and, beside it, of each picture in it: float16 on an H200 (docs/rewards.md)."""
+
+
 def rates_of(gpu: str) -> Rates | None:
     """The table's row for a GPU's name, such as torch gives it; None where there is none."""
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
@@ -105,6 +114,10 @@ def looked_up(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
         tail=flops / tail / 1e12,
         decode=shape.decode_flops / (rates.decode_compiled if compiled else rates.decode) / 1e12,
         update=flops / (rates.update_lora if lora else rates.update) / 1e12,
+        reward=sum(
+            call / settings.decode_batch + picture
+            for call, picture in (JUDGES.get(name, (0.0, 0.0)) for name in settings.rewards)
+        ),
         once=rates.compiling_s if compiled else 0.0,
         source=f"the table of measured rates, {gpu}",
     )

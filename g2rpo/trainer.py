@@ -110,6 +110,7 @@ class Trainer:
         self.prompt_report = "; ".join(filter(None, (str(report), self.comparison.note)))
 
         if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
             torch.use_deterministic_algorithms(True)
         check_weights(settings, mesh)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.

@@ -2,16 +2,23 @@
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from seeds import seeded
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "signal_to_noise.py"
-SPEC = importlib.util.spec_from_file_location("signal_to_noise", PATH)
-stn = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(stn)
+
+def benchmark(name):
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+stn, arms = benchmark("signal_to_noise"), benchmark("signal_arms")
 
 TRIALS, N, DIM = 600, 8, 40
 SPREAD = torch.linspace(0.1, 1.9, DIM, dtype=torch.float64)  # not the same in all directions
@@ -85,3 +92,25 @@ def test_the_jackknife_error_of_an_snr_is_its_spread_over_trials():
     found = torch.stack([stn.snr(gram) for gram in grams])
     told = torch.stack([stn.error(stn.jackknife(lambda i, g=g: stn.snr(g[i][:, i]), 16)) for g in grams])
     assert float(told.square().mean().sqrt() / found.std()) == pytest.approx(1, abs=0.2)
+
+
+def test_a_control_variate_keeps_the_mean_and_lowers_the_variance():
+    """Members' noise e, fine reward e + a little, coarse reward e + more: the estimate of E[z_fine e]."""
+    g = torch.randn(3, 4000, 24, generator=seeded(5))
+    noise, rewards = g[0], torch.stack([g[0] + 0.3 * g[1], g[0] + 0.6 * g[2]], 1)  # [4000, 2, 24]
+    every = rewards[:, 0] - rewards[:, 0].mean(-1, keepdim=True)
+    exact = (every / every.std(-1, keepdim=True) * noise).mean(-1)
+    few = (arms.controlled(rewards[..., :6], 6, share=0.0) * noise[:, :6]).mean(-1)
+    both = (arms.controlled(rewards, 6) * noise).mean(-1)
+    assert torch.allclose(arms.controlled(rewards, 24, share=0.0), every / every.std(-1, keepdim=True))
+    # Six members' own mean takes a sixth of what they add: a matter of scale, not of direction.
+    assert 0.88 < both.mean() / exact.mean() < 1
+    assert exact.var() < both.var() < 0.8 * few.var()
+
+
+def test_what_a_control_variate_costs():
+    every = arms.make_arms(96)
+    arm, whole = every["{3} for 24, {1} for 6"], arms.Arm(arms.g2rpo(num_steps=8, train_steps=4,
+                                                                     granularities=(1, 3)), 24)  # fmt: skip
+    plain, coarse = whole.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
+    assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and whole.nfe["total"] == plain

@@ -258,7 +258,7 @@ def test_a_killed_write_leaves_the_last_checkpoint_good(tmp_path):
 
 
 TWO_RANKS = """
-import sys, torch, torch.distributed as dist
+import gc, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -275,17 +275,20 @@ def step(module, optimizer):
     module(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-a, b = made(0), made(1)
-step(*a)
-path = save_checkpoint(sys.argv[1], 1, {"module": a[0], "optimizer": a[1], "position": 3})
-assert path == latest_checkpoint(sys.argv[1])
-assert load_checkpoint(path, {"module": b[0], "optimizer": b[1]})["position"] == 3
-step(*a)
-step(*b)
-for p, q in zip(a[0].parameters(), b[0].parameters()):
-    assert torch.equal(p.full_tensor(), q.full_tensor())
-if dist.get_rank() == 0:
-    print(a[0][0].weight.to_local().shape)
+def main():
+    a, b = made(0), made(1)
+    step(*a)
+    path = save_checkpoint(sys.argv[1], 1, {"module": a[0], "optimizer": a[1], "position": 3})
+    assert path == latest_checkpoint(sys.argv[1])
+    assert load_checkpoint(path, {"module": b[0], "optimizer": b[1]})["position"] == 3
+    step(*a)
+    step(*b)
+    for p, q in zip(a[0].parameters(), b[0].parameters()):
+        assert torch.equal(p.full_tensor(), q.full_tensor())
+    if dist.get_rank() == 0:
+        print(a[0][0].weight.to_local().shape)
+main()
+gc.collect()  # what holds the group goes before it: at the interpreter's end gloo's threads may abort
 dist.destroy_process_group()
 """
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from processes import run_command
 
-from g2rpo.console import positive_number, recipe_and_overrides
+from g2rpo.console import positive_number, recipe_and_overrides, show
 from g2rpo.metrics import read_metrics
 from g2rpo.pictures import from_pil, read_png_text
 from g2rpo.rewards import REWARDS
@@ -96,6 +96,18 @@ def test_a_number_or_a_word():
     for text in ("0", "-1", "nan", "inf", "pipelin"):
         with pytest.raises(ValueError, match=f"--shift {text}: give a number above 0, or pipeline"):
             positive_number("--shift", text, "pipeline")
+
+
+def test_a_narrow_table_keeps_every_word(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    found, advice = (
+        "a file of another kind, with keys that nobody knows",
+        "give one of those that are published",
+    )
+    heads = ("", "status", "found", "advice")
+    show(heads, [("a rather long name", "missing", found, advice)], fold=("found",))
+    words = capsys.readouterr().out.split()
+    assert {"missing", *found.split(), *advice.split()} <= set(words)
 
 
 def test_traceback_on_request():

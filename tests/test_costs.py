@@ -1,5 +1,6 @@
 """The plan of a run against the paper's figures, measured figures, and real models and files."""
 
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -240,6 +241,25 @@ def test_reward_models_are_counted():
         whole / 2 * 3 + whole / 2 / one * 0.446666465
     )
     assert judges(rewards={"colourfulness": 1.0}) == 0
+
+
+def test_rewards_may_wait_in_main_memory_to_make_a_run_fit(tmp_path):
+    settings = Settings(
+        **{**FLUX, "lora_rank": 64, "rewards": {"hps": 1.0, "clip": 1.0}},
+        reward_options={"clip": {"dtype": "float32"}},
+    )
+    peak = plan_costs(settings).memory.peak
+    problem, remedy = plan_costs(settings, memory_bytes=peak - 10**8).notes
+    assert problem.startswith("does not fit")
+    changes = shlex.split(remedy.split(": ", 1)[1])
+    assert changes == [
+        'reward_options.clip={"dtype" = "float32", "offload" = "cpu"}',
+        'reward_options.hps={"offload" = "cpu"}',
+    ]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(settings.to_toml())
+    fitting = load_settings(recipe, changes, check_files=False)
+    assert plan_costs(fitting, memory_bytes=peak - 10**8).notes == ()
 
 
 def test_the_recipe_for_24_gb_fits_with_its_rewards(tmp_path):

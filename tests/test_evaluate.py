@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from g2rpo import lineup
 from g2rpo.__main__ import app
 from g2rpo.bootstrap import difference_of, mean_of
-from g2rpo.evaluate import evaluate
+from g2rpo.evaluation import evaluate
 from g2rpo.lineup import Drawing
 from g2rpo.matching import read_pixels
 from g2rpo.named import labels_of

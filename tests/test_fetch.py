@@ -114,6 +114,20 @@ def test_what_will_be_fetched_is_said_first(hub, model):
     assert not hub.downloads
 
 
+def test_a_reward_of_ones_own_is_looked_for_where_it_is(hub, tmp_path):
+    (weights := tmp_path / "mine.pt").write_bytes(b"weights")
+    own = needs("tiny", ["hps"], {"hps": {"path": str(weights)}})[1:]
+    assert "mine.pt: here" in str(own[0]) and own[0].source is None and own[1].place == WORDS
+    for name in WORD_FILES:
+        (tmp_path / name).write_text("{}")
+    beside = needs("tiny", ["hps"], {"hps": {"path": str(weights)}})[1:]
+    assert [need.source for need in beside] == [None, None] and str(tmp_path) in beside[1].place
+    named = needs("tiny", ["hps"], {"hps": {"path": HPS, "tokenizer": str(tmp_path)}})[1:]
+    assert named[0].place == HPS and named[1].source is None
+    with pytest.raises(ValueError, match="no repository 'no/such'"):
+        needs("tiny", ["hps"], {"hps": {"path": "no/such"}})
+
+
 def test_then_it_is_fetched_and_not_again(hub, capsys):
     fetch_needs(needs(FLUX, ["hps"]))
     assert hub.downloads == [FLUX, HPS, WORDS]

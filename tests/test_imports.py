@@ -21,7 +21,7 @@ ROWS = [
     "optimizer update watch before_after run guard embed memory focus",
     "trainer",
     "curves compare_tables compare_page arms side_by_side",
-    "score bootstrap named lineup gallery results evaluate",
+    "score bootstrap named lineup gallery results evaluation",
     "compare speeds costs planning report demo doctor headers verify_rewards verify fetch",
     "console commands commands_compare",
     "__main__",

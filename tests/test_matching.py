@@ -44,7 +44,8 @@ def test_an_order_that_is_clear(names):
 
 
 @pytest.mark.parametrize(
-    "names", [["img_2.png", "img_10.png"], [f"{i}.png" for i in range(12)], ["x9y", "x10a"]]
+    "names",
+    [["img_2.png", "img_10.png"], [f"{i}.png" for i in range(12)], ["x9y", "x10a"], ["cat-2.png", "cat.png"]],
 )
 def test_an_order_that_is_not_clear_is_refused(names):
     with pytest.raises(ValueError, match=r"order is not clear.*--map"):

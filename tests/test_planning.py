@@ -93,6 +93,20 @@ def test_what_the_table_does_not_know(changes):
     assert plan_here(settings, gpu="H200").run_seconds is None
 
 
+def test_the_table_knows_what_judging_takes():
+    shape = flux_shape("random:flux-dev", resolution=720)
+    assert looked_up(Settings(**PAPER), shape, "H200").reward == 0
+    measured = json.loads((RESULTS / "rewards_1xH200.json").read_text())["calls"][-1]["rewards"]
+    assert set(measured) == {"hps", "imagereward"}
+    for name, told in measured.items():
+        for batch in (4, 32):
+            settings = Settings(**{**PAPER, "rewards": {name: 1.0}, "decode_batch": batch})
+            seconds = looked_up(settings, shape, "H200").reward
+            assert 1 / seconds == pytest.approx(told["images_per_second"][f"float16, batch {batch}"], rel=0.1)
+    both = looked_up(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
+    assert 289 * both.reward < 0.03 * 1708 * both.forward  # the paper's recipe
+
+
 def test_an_unknown_gpu():
     with pytest.raises(ValueError, match=f"table of measured times holds {', '.join(TABLE)}"):
         plan_here(Settings(), gpu="A100")

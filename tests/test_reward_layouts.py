@@ -146,6 +146,10 @@ def test_files_that_do_not_do(tmp_path):
     refused("is damaged", path=str(tmp_path / "short.safetensors"))
     torch.save([1, 2], cut)
     refused("holds no mapping of names to tensors", path=str(cut))
+    torch.save({1: torch.zeros(1)}, cut)
+    refused("holds no mapping of names to tensors", path=str(cut))
+    assert "no mapping of names" in verify(cut)[0].found
+    refused("the hps reward: 5 is no folder", path=5)
     torch.save({"epoch": 3, "weights": {}}, cut)
     refused("holds no mapping of names to tensors", path=str(cut))
     refused(
@@ -166,6 +170,9 @@ def test_files_that_do_not_do(tmp_path):
     (bare / "open_clip_config.json").write_text(json.dumps(config))
     refused(r"pictures with mean \[0.5", "clip", path=str(bare))
     loose = publish("pickscore", tmp_path / "loose")
+    (loose / "config.json").write_text(json.dumps({"model_type": "clip", "vision_config": 5}))
+    refused("does not fit: .*'vision_config' with value 5", "pickscore", path=str(loose))
+    assert "'vision_config' with value 5" in verify(loose)[0].found
     (loose / "config.json").write_text(json.dumps({"model_type": "siglip"}))
     refused("is that of a siglip", "pickscore", path=str(loose))
     (loose / "config.json").unlink()

@@ -84,6 +84,17 @@ def test_low_precision_is_near(folders, images, reward, dtype):
     assert 0 < error < limit * (1 if dtype == "bfloat16" else 0.2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("reward", MODELS)
+def test_on_a_gpu_the_default_is_near_the_cpus(folders, images, reward):
+    exact = load(folders, reward)(images, PROMPTS)
+    options = {"path": str(folders[reward]), **loading(reward)}
+    loaded = load_reward(reward, torch.device("cuda"), options).reward
+    assert loaded.dtype == torch.float16
+    limit = {"imagereward": 0.02}.get(reward, 0.002)
+    assert (loaded(images, PROMPTS).cpu() - exact).abs().max() < limit
+
+
 def test_the_scale_and_the_last_products_are_never_rounded(folders):
     """In bfloat16, PickScore's exp(4.33) would be 0.4 % off, and its dot product as much again."""
     loaded = load(folders, "pickscore", dtype="bfloat16")
@@ -208,6 +219,13 @@ def test_pixels_are_shared_between_rewards(folders, monkeypatch):
 def test_options_are_checked_before_anything_is_read(reward, options, message):
     with pytest.raises(ValueError, match=message):
         load_reward(reward, CPU, {"path": "/nowhere/at/all", **options})
+
+
+@pytest.mark.parametrize("heads", [[4], [0, 4], [4, 4, 4], [4.0, 4], "44", 4, [True, 4]])
+@pytest.mark.parametrize("reward", ["hps", "clip", "imagereward"])
+def test_heads_are_two_numbers(reward, heads):
+    with pytest.raises(ValueError, match=r"heads=.*; it is \[vision, text\], two whole numbers"):
+        load_reward(reward, CPU, {"path": "./nowhere", "heads": heads})
 
 
 @pytest.mark.parametrize("reward", MODELS)

@@ -73,6 +73,9 @@ def test_a_caption_that_spells_the_end_does_not_end(clip):
     openclip = ClipTokenizer(clip, 77, VOCABULARY, openclip=True)(text)[0]
     assert (openclip == 49407).nonzero().flatten().tolist() == [openclip.argmin().item() - 1] != [1]
     assert ClipTokenizer(clip, 77, VOCABULARY, openclip=False)(text)[0, 1] == 49407  # it does in transformers
+    # Nor is it a word: what follows is one with its last characters (open_clip 3.3's ids).
+    followed = ClipTokenizer(clip, 77, VOCABULARY, openclip=True)(["<|endoftext|>*"])[0]
+    assert followed[:9].tolist() == [49406, 27, 347, 40786, 4160, 91, 29, 265, 49407]
 
 
 def test_composed_letters_are_left_after_cleaning(clip):

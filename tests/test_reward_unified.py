@@ -135,6 +135,7 @@ BAD = {
     "a list": Reply([1]),
     "an empty answer": Reply(""),
     "no JSON": Reply("<html>"),
+    "brackets": Reply("[" * 100_000),
     "cut off": Reply({"choices": [rated(4).body["choices"][0] | {"finish_reason": "length"}]}),
 }
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_read_is_no_number_and_spoils_nothing_else(caplog):
             assert all(math.isnan(score) for score in scores[1:-1])
         assert len(judge.asked) == 2 * (len(BAD) + 2)  # an answer that cannot be read is not asked for again
         assert reward.last_error.startswith(
-            "of 11 samples 3 x the answer is no chat completion with text, 2 x"
+            "of 12 samples 3 x the answer is no chat completion with text, 3 x"
         )
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == len({*lines})  # each reason once
@@ -168,6 +169,13 @@ def test_what_may_pass_is_asked_again(first):
     assert len(judge.asked) == 3
     pauses = [after - before for before, after in zip(judge.times, judge.times[1:], strict=False)]
     assert pauses[0] >= 0.01 and pauses[1] >= 0.02  # half of backoff, then doubled
+
+
+def test_pauses_double():
+    with judging(in_turn(*[Reply(status=500)] * 3, rated(3))) as judge:
+        assert ask(load(judge, backoff=0.05), "a") == [3]
+    # Between half of it and all: 0.05, 0.1, 0.2 s. One that did not double would be over in 0.05.
+    assert judge.times[3] - judge.times[2] >= 0.1 and judge.times[2] - judge.times[1] >= 0.05
 
 
 def test_the_servers_own_pause_is_kept_by_all():

@@ -77,6 +77,18 @@ def test_nan_passes_through():
     assert reward(IMAGES, PROMPTS).isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["verifier", "geneval", "colourfulness"])
+def test_a_picture_that_is_no_number_has_no_score(name, value):
+    """Also by rewards that look at 8 bits, or at a few pixels: they would see something in it."""
+    images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    images[1, 0, 5, 5] = value
+    asked = [{"include": [{"class": "circle"}]}] * 3
+    reward = load_reward(name, torch.device("cpu"))
+    assert reward(images, ["a red circle"] * 3, asked).isnan().tolist() == [False, True, False]
+    assert reward.last_error == "1 of 3 pictures hold NaN or infinity"
+
+
 def test_inputs_must_belong_together():
     reward = CheckedReward("any", lambda images, prompts, metadata=None: torch.zeros(len(images)))
     with pytest.raises(ValueError, match="2 images but 1 prompts"):

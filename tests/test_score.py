@@ -197,6 +197,20 @@ def test_only_what_changed_is_scored_again(tmp_path, own):
     assert reds(tmp_path / "out") == {"0.png": 0, "1.png": 99, "2.png": 20, "3.png": 30}
 
 
+@pytest.mark.parametrize("edit", [(",", ";"), ("file,", "name,"), (",1,", ",,"), (",1,", ",good,")])
+def test_rows_that_somebody_edited_are_scored_again(tmp_path, own, edit):
+    """As a spreadsheet leaves them: other separators, no such column, an empty cell, words."""
+    folder = paint(tmp_path / "in", {"0.png": 255})
+    (tmp_path / "p.txt").write_text("a\n")
+    score(folder, ["own_rewards:red"], prompts="p.txt", out="out", say=quiet)
+    written = tmp_path / "out" / "scores.csv"
+    before = written.read_text()
+    written.write_text(before.replace(*edit))
+    assert written.read_text() != before
+    score(folder, ["own_rewards:red"], prompts="p.txt", out="out", say=quiet)
+    assert written.read_text() == before and len(own.CALLS) == 2
+
+
 def test_a_folder_of_scores_belongs_to_its_rewards(tmp_path, own):
     folder = paint(tmp_path / "in", {"0.png": 51})
     (tmp_path / "p.txt").write_text("a\n")

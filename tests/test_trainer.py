@@ -121,6 +121,17 @@ def test_the_same_seed_gives_the_same_numbers(run):
     assert timeless(run("c", iterations=2, seed=7).metrics) != timeless(first.metrics)
 
 
+@pytest.mark.gpu
+def test_deterministic_runs_repeat_bit_for_bit_on_a_gpu(run, tmp_path):
+    try:
+        first, second = (run(o, iterations=3, device="cuda", deterministic=True) for o in ("a", "b"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kept = [[{k: v for k, v in line.items() if "memory" not in k} for line in timeless(r.metrics)]
+            for r in (first, second)]  # fmt: skip
+    assert kept[0] == kept[1] and weights(tmp_path / "a") == weights(tmp_path / "b")
+
+
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "lr": 1e-3}, {"ema_decay": 0.9}])
 def test_resume_goes_on_bit_for_bit(run, tmp_path, changes):
     watched = {"eval_every": 2, "eval_prompts": "world:heldout", "num_eval_prompts": 2, **changes}

@@ -37,7 +37,7 @@ class CheckedReward:
     _told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        """As `Reward.__call__`; all NaN where the reward raised.
+        """As `Reward.__call__`; all NaN where the reward raised, and NaN for a picture that is not finite.
 
         Raises:
             ValueError: inputs of unequal length, or an answer that is not one float32 an image.
@@ -59,7 +59,10 @@ class CheckedReward:
                 f"it must return float32 ({n},), NaN for a sample without a score"
             )
         self.last_error = getattr(self.reward, "last_error", None) or self.last_error
-        return scores.detach()
+        broken = ~images.flatten(1).isfinite().all(1)
+        if bool(broken.any()):  # whatever a reward makes of one, as 8 bits or by the pixels that are left
+            self.last_error = self.last_error or f"{int(broken.sum())} of {n} pictures hold NaN or infinity"
+        return scores.detach().masked_fill(broken.to(scores.device), torch.nan)
 
     def describe(self) -> str | None:
         """What the reward says of itself (its `describe()`), for the log; None where it says nothing."""

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from g2rpo.rewards.clip_reward import ClipReward, clip_tokenizer
-from g2rpo.rewards.networks import OPENCLIP_CONFIG, OPENCLIP_FILES, TRANSFORMERS_FILES, clip_network
+from g2rpo.rewards.networks import (
+    OPENCLIP_CONFIG,
+    OPENCLIP_FILES,
+    TRANSFORMERS_FILES,
+    checked_heads,
+    clip_network,
+)
 from g2rpo.rewards.preprocess import squash
 from g2rpo.rewards.published import locate
 from g2rpo.rewards.scorer import AUTO, Use
@@ -37,7 +43,7 @@ def load(
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
     """  # fmt: skip
-    use = Use(device, batch, dtype, offload)
+    use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
     place = locate(path, HUB_FILES, "the clip reward")
     network = clip_network(place, FILES, quick_gelu=True, heads=heads)
     words = clip_tokenizer(tokenizer, place, network, openclip=True, what="the clip reward")

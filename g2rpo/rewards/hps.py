@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from g2rpo.rewards.clip_reward import ClipReward, clip_tokenizer
-from g2rpo.rewards.networks import OPENCLIP_CONFIG, OPENCLIP_FILES, clip_network
+from g2rpo.rewards.networks import OPENCLIP_CONFIG, OPENCLIP_FILES, checked_heads, clip_network
 from g2rpo.rewards.preprocess import pad
 from g2rpo.rewards.published import locate
 from g2rpo.rewards.scorer import AUTO, Use
@@ -37,7 +37,7 @@ def load(
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
     """  # fmt: skip
-    use = Use(device, batch, dtype, offload)
+    use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
     place = locate(path, (FILES[0], OPENCLIP_CONFIG), "the hps reward")
     network = clip_network(place, FILES, quick_gelu=False, heads=heads)
     words = clip_tokenizer(tokenizer, place, network, openclip=True, what="the hps reward")

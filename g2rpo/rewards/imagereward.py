@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.rewards import layouts
-from g2rpo.rewards.networks import Heads, count_layers
+from g2rpo.rewards.networks import Heads, checked_heads, count_layers
 from g2rpo.rewards.preprocess import crop_torchvision
 from g2rpo.rewards.published import locate, read_state, weights_at
 from g2rpo.rewards.scorer import AUTO, ModelReward, Use
@@ -130,7 +130,7 @@ def load(
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
     """  # fmt: skip
-    use = Use(device, batch, dtype, offload)
+    use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
     place = locate(path, FILES[:1], "the imagereward reward")
     file = weights_at(place, FILES)
     state = read_state(file)

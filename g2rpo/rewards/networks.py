@@ -34,6 +34,18 @@ Heads = Sequence[int] | None
 """(vision, text) attention heads, which weights do not tell; None: those of the published architecture."""
 
 
+def checked_heads(heads: Any) -> Heads:
+    """The option as it is.
+
+    Raises:
+        ValueError: neither None nor two whole numbers.
+    """
+    two = isinstance(heads, list | tuple) and len(heads) == 2
+    if heads is not None and not (two and all(type(number) is int and number > 0 for number in heads)):
+        raise ValueError(f"heads={heads!r}; it is [vision, text], two whole numbers of attention heads")
+    return heads
+
+
 def is_openclip(keys: Mapping[str, Any]) -> bool:
     return "visual.conv1.weight" in keys
 
@@ -60,13 +72,19 @@ def meta_clip(
     file: Path, state: Mapping[str, Tensor], *, quick_gelu: bool, heads: Heads = None
 ) -> tuple[nn.Module, layouts.Layout]:
     """The network that a file's weights are of, without storage, and the file's layout."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CLIPConfig
 
-    if not is_openclip(state):
-        return clip_of(CLIPConfig(**_transformers_config(file, state))), layouts.transformers
     beside = file.parent / OPENCLIP_CONFIG
-    model = _openclip_config(beside) if beside.is_file() else _told_by_shapes(file, state, quick_gelu, heads)
-    return clip_of(clip_config(model)), layouts.openclip
+    try:
+        if not is_openclip(state):
+            return clip_of(CLIPConfig(**_transformers_config(file, state))), layouts.transformers
+        known = beside.is_file()
+        model = _openclip_config(beside) if known else _told_by_shapes(file, state, quick_gelu, heads)
+        return clip_of(clip_config(model)), layouts.openclip
+    except StrictDataclassError as error:  # of transformers, which is no ValueError
+        told = " ".join(str(error).split())
+        raise ValueError(f"{file}: what is said of its network does not fit: {told}") from error
 
 
 def clip_of(config: Any) -> nn.Module:

@@ -23,6 +23,8 @@ def locate(path: str | Path, files: Sequence[str], what: str) -> Path:
     Raises:
         ValueError: neither here nor on the hub, or the hub cannot be reached.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"{what}: {path!r} is no folder, weight file or hub name")
     place = Path(path).expanduser()
     if place.exists():
         return place
@@ -111,6 +113,8 @@ def read_torch(file: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}); fetch it again") from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    ):
         raise ValueError(f"{file} holds no mapping of names to tensors")
     return dict(content)

@@ -176,7 +176,7 @@ class Servers:
         self._answered, self._down = time.monotonic(), False
         status = response.status_code
         if response.is_success:
-            with suppress(ValueError):  # among them text that is no UTF-8
+            with suppress(ValueError, RecursionError):  # among them no UTF-8, and brackets without end
                 return response.json()
             return _Again("the answer is no JSON", response.text[:200], final=True)
         final = status != 429 and status < 500

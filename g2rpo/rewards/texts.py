@@ -13,6 +13,9 @@ CLIP_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 BERT_TOKENIZER = "google-bert/bert-base-uncased"
 TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.json")
 
+_OPENCLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
+"""What BPE works on, one by one; transformers' has <|endoftext|> as a word besides."""
+
 
 def openclip_clean(text: str) -> str:
     """What OpenCLIP does before BPE: mends the text, undoes HTML twice, single spaces, lower case.
@@ -50,10 +53,16 @@ class ClipTokenizer:
                 "give the tokenizer of this network (tokenizer=FOLDER)"
             )
         if openclip:
-            from tokenizers import normalizers
+            from tokenizers import Regex, normalizers, pre_tokenizers
 
-            # All of it is in openclip_clean.
-            self._tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
+            backend = self._tokenizer.backend_tokenizer
+            backend.normalizer = normalizers.Sequence([])  # all of it is in openclip_clean
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(_OPENCLIP_WORDS), "removed", invert=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ]
+            )
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         texts = [openclip_clean(text) for text in texts] if self._openclip else list(texts)

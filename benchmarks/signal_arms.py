@@ -1,0 +1,99 @@
+"""The arms of gradient_signal.py: methods, groups and their noise, granularity as a control variate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from g2rpo.algorithms import Algorithm, dance_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.plans import Plan
+from g2rpo.rollout import Rollout
+from g2rpo.update import advantages_of
+
+T, STEPS = 8, 4
+PLAIN, REFERENCE = "singular {1}", "reference"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method, its group size G and the noise of its groups.
+
+    `fine`: granularity as a control variate. All members have the coarse tail, the last of two granularities,
+    only so many the fine one, the first. (Here all have both and the rest is not looked at: same numbers.)
+    """
+
+    algorithm: Algorithm
+    group_size: int = 12
+    noise: str = "independent"
+    fine: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        return self.algorithm.plan.plan(T, 0, 0)
+
+    @property
+    def nfe(self) -> dict[str, int]:
+        """As Plan.nfe, without the fine tails that are not needed."""
+        told = self.plan.nfe(self.group_size)
+        if self.fine:
+            coarse = replace(
+                self.plan, branches=tuple(replace(b, tails=b.tails[1:]) for b in self.plan.branches)
+            )
+            spared = self.plan.nfe(1)["tails"] - coarse.nfe(1)["tails"]
+            told["total"] -= (self.group_size - self.fine) * spared
+        return told
+
+    def advantages(self, groups: list[Rollout], weights: list[float]) -> list[Tensor]:
+        """[K, G] of each group."""
+        if not self.fine:
+            return advantages_of(groups, self.algorithm, weights)
+        r = weights.index(1.0)
+        return [controlled(group.rewards[r], self.fine).clamp(-5, 5) for group in groups]
+
+
+def controlled(rewards: Tensor, fine: int, share: float = 0.7) -> Tensor:
+    """Advantages [K, G] from rewards [K, 2, G], fine and coarse; the fine ones of `fine` members count.
+
+    With z standardised, A = share z_coarse for all, plus G / fine (z_fine - share z_coarse) for those few. In
+    the mean over members that is the fine advantage's gradient, with least variance where `share` is the
+    correlation of the two.
+    """
+    size = rewards.shape[-1]
+    few, coarse = rewards[:, 0, :fine], rewards[:, 1]
+    z = (coarse - coarse.mean(-1, keepdim=True)) / coarse.std(-1, keepdim=True).clamp(min=1e-8)
+    scale = few.std(-1, keepdim=True).clamp(min=1e-8)
+    centre = few.mean(-1, keepdim=True) - share * scale * z[:, :fine].mean(-1, keepdim=True)
+    told = share * z
+    told[:, :fine] += size / fine * ((few - centre) / scale - share * z[:, :fine])
+    return told
+
+
+def make_arms(reference_size: int) -> dict[str, Arm]:
+    """The arms; dance_grpo's optimizer steps become one, for one gradient."""
+
+    def singular(*granularities: int, **other: Any) -> Arm:
+        return Arm(g2rpo(num_steps=T, train_steps=STEPS, granularities=granularities), **other)
+
+    plain = g2rpo_single(num_steps=T, train_steps=STEPS)
+    path = replace(dance_grpo(num_steps=T, train_fraction=1.0), update="once")
+    nfe = [arm.plan.nfe(12) for arm in (Arm(plain), singular(1, 2, 3))]
+    equal = round(12 * (nfe[1]["total"] - nfe[1]["anchor"]) / (nfe[0]["total"] - nfe[0]["anchor"]))
+    return {
+        "path, dance 0.3": Arm(path),
+        "path, flow 0.7": Arm(replace(path, diffusion="flow", eta=0.7)),
+        "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS)),
+        PLAIN: Arm(plain),
+        f"singular {{1}}, G = {equal}": Arm(plain, equal),
+        "singular {1, 2}": singular(1, 2),
+        "singular {1, 2, 3}": singular(1, 2, 3),
+        "singular {2}": singular(2),
+        "singular {3}": singular(3),
+        "{1, 2, 3}, antithetic": singular(1, 2, 3, noise="antithetic"),
+        "{1, 2, 3}, orthogonal": singular(1, 2, 3, noise="orthogonal"),
+        "{3} for 24, {1} for 6": singular(1, 3, group_size=24, fine=6),
+        "{3} for 24, {1} for 4": singular(1, 3, group_size=24, fine=4),
+        "{2} for 18, {1} for 6": singular(1, 2, group_size=18, fine=6),
+        REFERENCE: Arm(plain, reference_size),
+    }
