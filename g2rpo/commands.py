@@ -103,6 +103,8 @@ Precision = Annotated[
     typer.Option(help="Of all models. Default: the first model's."),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures drawn, or judged, at once.")]
+Then = Annotated[str | None, typer.Option(help="A model that takes the last steps of all others.")]
+FirstShare = Annotated[float, typer.Option(help="Of the steps, before --then takes over.")]
 
 
 def evaluate(
@@ -125,6 +127,8 @@ def evaluate(
     device: Device = "auto",
     precision: Precision = None,
     batch: Batch = 16,
+    then: Then = None,
+    first_share: FirstShare = 0.6,
 ) -> None:
     """Compare models by rewards, on the same prompts and seeds.
 
@@ -143,7 +147,7 @@ def evaluate(
     drawing = _drawing(
         out=out,
         prompts=prompts, prompt=None, limit=limit, steps=steps, shift=shift, num_images=num_images,
-        seed=seed, base=base, device=device, batch=batch,
+        seed=seed, base=base, device=device, batch=batch, then=then, first_share=first_share,
         asked={"guidance": guidance, "resolution": resolution, "precision": precision},
     )  # fmt: skip
     sys.path.append(os.getcwd())
@@ -192,6 +196,8 @@ def gallery(
     device: Device = "auto",
     precision: Precision = None,
     batch: Batch = 16,
+    then: Then = None,
+    first_share: FirstShare = 0.6,
 ) -> None:
     """Draw a figure of models side by side: a row a prompt, the same seeds.
 
@@ -207,7 +213,7 @@ def gallery(
     drawing = _drawing(
         out=out,
         prompts=prompts, prompt=prompt, limit=limit, steps=str(steps), shift=shift, num_images=1,
-        seed=seed, base=base, device=device, batch=batch,
+        seed=seed, base=base, device=device, batch=batch, then=then, first_share=first_share,
         asked={"guidance": guidance, "resolution": resolution, "precision": precision},
     )  # fmt: skip
     from g2rpo.gallery import gallery as draw_gallery

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from g2rpo.distributed import any_process, gathered, rank, world_size
 from g2rpo.interrupt import Interrupt
@@ -26,11 +27,13 @@ from g2rpo.models.flux import FluxPolicy
 from g2rpo.named import check_model, labels_of, model_state, own_conditions
 from g2rpo.pictures import save_png
 from g2rpo.prompts import Prompt
-from g2rpo.sample import image_seeds, pipeline_shift, sample_images
+from g2rpo.sample import Segment, image_seeds, pipeline_shift, sample_images, sample_segments
 from g2rpo.saved import open_policy
 from g2rpo.score import _progress
 
 KINDS = ("evaluation", "gallery")
+TOGETHER = 256
+"""Pictures, about, that two models draw together; each is loaded anew for every such lot."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Drawing:
         seed: picture i (prompt by prompt) has seed + i. shift: None: as the first model's files say.
         asked: arguments of `open_policy` (guidance, resolution, precision); None: the first model's own.
         base: model that LoRAs and bare weights belong to. batch: pictures a forward.
+        then: a model that takes the last steps of all others (MixGRPO's hybrid inference, 2507.21802).
+        first_share: of the steps, that they take first.
     """
 
     prompts: tuple[Prompt, ...]
@@ -53,6 +58,8 @@ class Drawing:
     base: str | None = None
     device: str = "auto"
     batch: int = 16
+    then: str | None = None
+    first_share: float = 0.6
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -64,6 +71,14 @@ class Drawing:
             )
         if self.num_images < 1 or self.batch < 1:
             raise ValueError(f"num_images={self.num_images}, batch={self.batch}: both are at least 1")
+        if not 0 < self.first_share < 1:
+            raise ValueError(f"first_share={self.first_share}: a share of the steps, between 0 and 1")
+        if self.then is not None and min(self.steps) < 2:
+            raise ValueError(f"one step cannot be shared with {self.then}: give 2 steps or more")
+
+    def first_steps(self, steps: int) -> int:
+        """How many of them come before `then` takes over: its share, rounded, but both take at least one."""
+        return min(max(1, round(self.first_share * steps)), steps - 1)
 
     @property
     def every(self) -> list[Prompt]:
@@ -90,6 +105,7 @@ class Drawing:
             "seed": self.seed,
             "shift": "pipeline" if self.shift is None else float(self.shift),
             "base": self.base,
+            **({} if self.then is None else {"then": self.then, "first_share": self.first_share}),
             **{name: value for name, value in self.asked.items() if value is not None},
         }
 
@@ -123,13 +139,14 @@ class Lineup:
         self.drawing, self.out, self.say = drawing, out, say
         self.labels = labels_of(models, labels)
         self.models = dict(zip(self.labels, models, strict=True))
-        for model in models:
+        for model in [*models, *([] if drawing.then is None else [drawing.then])]:
             check_model(model, drawing.base)
         self.conditions: dict[str, Any] | None = None
         self.shift: float | None = drawing.shift
         self.described: dict[str, str] = {}
         self._file = out / f"{kind}.json"
-        self._settings = json.loads(json.dumps({**drawing.identity(), **(more or {})}, default=str))
+        more = {**(more or {}), **({} if drawing.then is None else {"then_state": model_state(drawing.then)})}
+        self._settings = json.loads(json.dumps({**drawing.identity(), **more}, default=str))
         self._identities = {
             label: {"model": model, "state": model_state(model)} for label, model in self.models.items()
         }
@@ -210,9 +227,7 @@ class Lineup:
             if self.conditions is not None:
                 self.write()
             return
-        asked = {name: value for name, value in self.drawing.asked.items() if value is not None}
-        with_ = asked | (self.conditions or {})
-        policy = open_policy(self.models[label], base=self.drawing.base, device=self.drawing.device, **with_)
+        policy = self._open(self.models[label])
         if self.conditions is None:
             self.conditions = policy.conditions
         if self.shift is None:
@@ -226,25 +241,56 @@ class Lineup:
             )
         held, mine = [policy], missing[rank() :: world_size()]
         del policy
-        interrupt.together(lambda: self._draw(held.pop(), label, mine))
+        interrupt.together(lambda: self._draw(held, label, mine))
+        held.clear()
         gc.collect()  # a FluxPolicy's hook refers back to it, so it does not go by itself
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _draw(self, policy: FluxPolicy, label: str, todo: Sequence[tuple[int, range]]) -> None:
+    def _open(self, model: str) -> FluxPolicy:
+        asked = {name: value for name, value in self.drawing.asked.items() if value is not None}
+        with_ = asked | (self.conditions or {})
+        return open_policy(model, base=self.drawing.base, device=self.drawing.device, **with_)
+
+    def _shared(self, label: str) -> bool:
+        """Whether another model takes its last steps."""
+        return self.drawing.then not in (None, self.models[label])
+
+    def _lots(self, label: str, todo: Sequence[tuple[int, range]]) -> Iterator[tuple[int, list[int]]]:
+        """(steps, places) drawn at once: a batch; whole batches of one number of steps for two models."""
+        size = max(1, TOGETHER // self.drawing.batch) if self._shared(label) else 1
+        for steps in dict.fromkeys(n for n, _ in todo):
+            batches = [batch for n, batch in todo if n == steps]
+            for low in range(0, len(batches), size):
+                yield steps, [place for batch in batches[low : low + size] for place in batch]
+
+    def _images(self, held: list[FluxPolicy], label: str, steps: int, places: Sequence[int]) -> Tensor:
+        assert self.shift is not None
+        every, known = self.drawing.every, self.drawing.seeds
+        texts, seeds = [every[place].text for place in places], [known[place] for place in places]
+        if not self._shared(label):
+            return sample_images(
+                held[0], texts, num_steps=steps, shift=self.shift, seeds=seeds, batch=len(places)
+            )
+        then, first = self.drawing.then, self.drawing.first_steps(steps)
+        assert then is not None
+        segments = [
+            Segment(lambda: held.pop() if held else self._open(self.models[label]), first),
+            Segment(lambda: self._open(then), steps - first),
+        ]
+        return sample_segments(segments, texts, shift=self.shift, seeds=seeds, batch=self.drawing.batch)
+
+    def _draw(self, held: list[FluxPolicy], label: str, todo: Sequence[tuple[int, range]]) -> None:
         every, seeds, done = self.drawing.every, self.drawing.seeds, 0
         assert self.shift is not None and self.conditions is not None
         with _progress(sum(len(batch) for _, batch in todo), "drawing", quiet=rank() > 0) as progress:
-            for steps, batch in todo:
-                images = sample_images(
-                    policy,
-                    [every[place].text for place in batch],
-                    num_steps=steps,
-                    shift=self.shift,
-                    seeds=[seeds[place] for place in batch],
-                    batch=len(batch),
-                )
-                info = {"model": self.models[label], "num_steps": steps, "shift": self.shift}
+            for steps, batch in self._lots(label, todo):
+                images = self._images(held, label, steps, batch)
+                info: dict[str, Any] = {
+                    "model": self.models[label], "num_steps": steps, "shift": self.shift
+                }  # fmt: skip
+                if self._shared(label):
+                    info |= {"first_steps": self.drawing.first_steps(steps), "then": self.drawing.then}
                 for image, place in zip(images, batch, strict=True):
                     path = self.file(label, steps, place)
                     unfinished = path.with_suffix(".new.png")
