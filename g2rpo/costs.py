@@ -5,7 +5,8 @@
     memory      by phase, see memory.py; measured peaks beside it in docs/flux.md
     time        forwards x seconds per forward: given, measured or from a table (speeds.py), never guessed
 
-Of rewards the weights of the published models are counted (memory.py); their time is measured or left out.
+Of rewards the published models' weights and times are known (memory.py, speeds.py); those of others are
+measured or left out.
 """
 
 from __future__ import annotations

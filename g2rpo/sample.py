@@ -50,14 +50,7 @@ def pipeline_shift(folder: Path, num_tokens: int) -> float:
     """
     path = folder / "scheduler" / "scheduler_config.json"
     config = read_json(path)
-    beyond = (
-        "shift_terminal",
-        "invert_sigmas",
-        "use_karras_sigmas",
-        "use_exponential_sigmas",
-        "use_beta_sigmas",
-    )
-    other = [name for name in beyond if config.get(name)]
+    other = [name for name in BEYOND_A_SHIFT if config.get(name)]
     if config.get("time_shift_type", "exponential") != "exponential":
         other.append(f"time_shift_type {config['time_shift_type']!r}")
     if other:
