@@ -17,6 +17,10 @@ repeats of an arm estimate one gradient. Arms share noise, and their differences
 
 Errors are jackknife standard errors over repeats (advantages: prompts); other prompts: --first. Repeats end
 early where the next would not fit --seconds. Cosines are to {1} in large groups; "along it" is SNR cosine^2.
+
+--fresh takes new prompts and new initial noise for each repeat: the signal is then what training follows, the
+gradient of all prompts, and what differs between prompts and initial noises is noise. Shares and advantages
+belong to a given state and are left out.
 """
 
 from __future__ import annotations
@@ -82,44 +86,56 @@ class Bench:
     optimizer: Captured
     batch: int
     seed: int
+    prompts: int  # P of one rollout
+    fresh: int = 0  # repeats with prompts and initial noise of their own; 0 = all have the same
 
     def noise(self, arm: Arm, iterations: Iterable[int]) -> Tensor:
         """[K, iterations * P, G, L, C] on the CPU, by the keys that `sample` draws with."""
-        keys = [(self.seed, i, p) for i in iterations for p in range(len(self.texts))]
+        keys = [(self.seed, i, p) for i in iterations for p in range(self.prompts)]
         shape, steps = self.policy.latent_shape, arm.plan.noise_steps
         drawn = [group_noise(arm.noise, shape, arm.group_size, key, step) for step in steps for key in keys]
         return torch.stack(drawn).unflatten(0, (len(steps), len(keys)))
 
+    def rows(self, iterations: Iterable[int]) -> Tensor:
+        """[iterations * P], which of all prompts each repeat takes; the reference's lie behind the arms'."""
+        groups = [i - REFERENCE_FROM + self.fresh if i >= REFERENCE_FROM else i for i in iterations]
+        first = torch.tensor(groups)[:, None] * (self.prompts if self.fresh else 0)
+        return (first + torch.arange(self.prompts)).flatten().to(self.policy.device)
+
     @torch.no_grad()
-    def rollouts(self, algorithm: Algorithm, plan: Plan, noise: Tensor) -> list[Rollout]:
-        """A group for each of noise [K, V * P, G, L, C]; all V of a prompt start from the same noise."""
-        times = noise.shape[1] // len(self.texts)
-        rows = torch.arange(len(self.texts), device=self.policy.device).repeat(times)
+    def rollouts(
+        self, algorithm: Algorithm, plan: Plan, noise: Tensor, rows: Tensor | None = None
+    ) -> list[Rollout]:
+        """A group for each of noise [K, V * P, G, L, C]; `rows`: their prompts."""
+        if rows is None:
+            rows = self.rows(range(1)).repeat(noise.shape[1] // self.prompts)
         levels = plan.levels(self.sigmas)
         with self.policy.resident():
-            once, many = (CountedPolicy(self.policy, c, self.batch) for c in (self.cond, self.cond[rows]))
-            walked = walk_anchor(once, plan, levels, self.start)
+            kept, again = rows.unique(return_inverse=True)  # those that start alike walk once
+            once, many = (CountedPolicy(self.policy, self.cond[r], self.batch) for r in (kept, rows))
+            walked = walk_anchor(once, plan, levels, self.start[kept])
             states, velocities = (
-                {k: value[rows] for k, value in some.items()} for some in (walked.states, walked.velocities)
+                {k: value[again] for k, value in some.items()} for some in (walked.states, walked.velocities)
             )
             keys = tuple((self.seed, 0, p) for p in rows.tolist())
             samples = grow(
                 many, plan, levels, Anchor(states, velocities, None), noise.to(self.policy.device), keys,
                 diffusion=algorithm.diffusion, eta=algorithm.eta,
             )  # fmt: skip
-            texts, metadata = self.texts * times, self.metadata * times
+            texts, metadata = ([every[r] for r in rows.tolist()] for every in (self.texts, self.metadata))
             return score(self.policy, samples, self.rewards, texts, metadata, decode_batch=self.batch)
 
     def gradients(self, arm: Arm, iterations: Iterable[int]) -> list[Tensor]:
         """By reward, a row [number of weights] for each iteration."""
-        every = self.rollouts(arm.algorithm, arm.plan, self.noise(arm, iterations))
+        iterations, taken = list(iterations), self.rows(iterations)
+        every = self.rollouts(arm.algorithm, arm.plan, self.noise(arm, iterations), taken)
         found: list[list[Tensor]] = [[] for _ in self.rewards]
-        for low in range(0, len(every), len(self.texts)):
-            groups = every[low : low + len(self.texts)]
+        for low in range(0, len(every), self.prompts):
+            groups, mine = every[low : low + self.prompts], self.cond[taken[low : low + self.prompts]]
             for rows, weights in zip(found, WEIGHTS, strict=True):
                 given = rows_of(groups, arm.advantages(groups, weights))
                 update(
-                    self.policy, arm.algorithm, given, self.cond, self.sigmas, self.optimizer,
+                    self.policy, arm.algorithm, given, mine, self.sigmas, self.optimizer,
                     max_grad_norm=math.inf, update_batch=self.batch,
                 )  # fmt: skip
                 rows.append(self.optimizer.gradient)
@@ -128,7 +144,7 @@ class Bench:
 
 def shares(bench: Bench, arm: Arm, repeats: int) -> dict[str, Tensor]:
     """Of a path method, by reward and noisy step [R, K]: share and variance ratio, with errors."""
-    plan, prompts = arm.plan, len(bench.texts)
+    plan, prompts = arm.plan, bench.prompts
     alone = Singular(plan.noise_steps, (1,)).plan(T, 0, 0)
     covariance, singular, variance = [], [], []
     for i in range(repeats):
@@ -162,7 +178,7 @@ def credited(bench: Bench, arm: Arm, draws: int, redraws: int) -> dict[str, Tens
 
     On a path, the member's noise before step k is one and the same too: it decides the state at k.
     """
-    plan, shape, prompts, found = arm.plan, bench.policy.latent_shape, len(bench.texts), []
+    plan, shape, prompts, found = arm.plan, bench.policy.latent_shape, bench.prompts, []
     for k in range(STEPS):
         if k == 0 or not plan.shares_states:
             noise = bench.noise(arm, range(GIVEN_FROM, GIVEN_FROM + draws * redraws))
@@ -222,6 +238,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="in one rollout, at least 2")
     parser.add_argument("--first", type=int, default=0, help="of world:train's prompts; seeds the noise")
     parser.add_argument("--repeats", type=int, default=48, help="gradients of an arm; multiple of 4")
+    parser.add_argument("--fresh", action="store_true", help="other prompts and initial noise each repeat")
     parser.add_argument("--arms", nargs="+", choices=names, default=names, help=f"beside {PLAIN!r}")
     parser.add_argument("--reference-group", type=int, default=96, help="members of the reference's groups")
     parser.add_argument("--guidance", type=float, default=1.0, help="1.0 as in the recipe tiny")
@@ -237,7 +254,11 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32: its rounding is far below the noise
     device = resolve_device(given.device)
     policy = load_policy("tiny", device=device, guidance=given.guidance)
-    prompts = read_prompts("world:train")[0][given.first :][: given.prompts]
+    references = max(3, given.repeats // 8)
+    number = given.prompts * (given.repeats + references if given.fresh else 1)
+    prompts = read_prompts("world:train")[0][given.first :][:number]
+    if len(prompts) < number:
+        parser.error(f"--first {given.first} leaves {len(prompts)} prompts, {number} are needed")
     texts = [prompt.text for prompt in prompts]
     shape, seed = policy.latent_shape, given.first
     start = torch.stack([keyed_noise(shape, seed, 0, p, "start") for p in range(len(texts))])
@@ -245,18 +266,20 @@ def main() -> None:
         policy, load_rewards(list(REWARDS), device), texts, [prompt.metadata for prompt in prompts],
         policy.encode(texts), start.to(device), shifted_sigmas(T, SHIFT),
         Captured([p for p in policy.module.parameters() if p.requires_grad], {}), given.batch, seed,
+        given.prompts, given.repeats if given.fresh else 0,
     )  # fmt: skip
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     told: dict[str, Any] = {"machine": machine, "torch": torch.__version__}
-    told |= {key: getattr(given, key) for key in ("prompts", "first", "guidance", "reference_group")}
+    told |= {key: getattr(given, key) for key in ("prompts", "first", "fresh", "guidance", "reference_group")}
     print(told)
     several, draws = max(2, given.repeats // 4), max(2, given.repeats // 12)
-    told["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
-    told["advantages"] = {
-        n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE and not a.fine
-    }
+    if not given.fresh:
+        told["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
+        told["advantages"] = {
+            n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE and not a.fine
+        }
     found: dict[str, list[list[Tensor]]] = {name: [] for name in arms}
-    last = REFERENCE_FROM + max(3, given.repeats // 8)
+    last = REFERENCE_FROM + references
     found[REFERENCE].append(bench.gradients(arms[REFERENCE], range(REFERENCE_FROM, last)))
     print(f"{time.perf_counter() - began:.0f} s before the repeats", flush=True)
     for low in range(0, given.repeats, CHUNK):
@@ -268,7 +291,7 @@ def main() -> None:
     told |= {"gradients": {}, "seconds": time.perf_counter() - began}
     for r, reward in enumerate(REWARDS):
         one = {name: torch.cat([some[r] for some in chunks]) for name, chunks in found.items()}
-        told["gradients"][reward] = compared(one, arms, len(texts))
+        told["gradients"][reward] = compared(one, arms, given.prompts)
         show(reward, r, told, T, STEPS)
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # The paper's comparison on the embedded model: the search for each method's settings, then the stages.
 #
-#     benchmarks/paper_comparison.sh tune|tune2|joint|single|lambda|rest OUT [JOBS]
+#     benchmarks/paper_comparison.sh tune|tune2|tune3|tune4|joint|single|lambda|rest|more OUT [JOBS]
 #
-#     tune, tune2   one seed: learning rate, eta and clip range of each method
+#     tune, tune2, tune3, tune4
+#                   one seed: learning rate, eta and clip range of each method, prompts an iteration
 #     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
 #                   the models of seed 0 also in 4, 8, 16 and 32 steps, and side by side in a picture
 #     single        the same, preference alone; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
 #     rest          Flow-GRPO and its Fast window, update rules, MixGRPO-Flash; 3 seeds
+#     more          rates that fall to 0 for the path methods, twice as long, more states from the same forwards;
+#                   3 seeds
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
 # as many. SEEDS=0,1 takes other seeds than a stage's own. docs/comparison.md has what was found, results/compare/
@@ -17,19 +20,19 @@ set -u
 stage=$1 out=$2 jobs=${3:-16}
 cd "$(dirname "$0")/.."
 base=results/compare/joint.toml
-long="iterations=200 eval_every=50 warmup_iterations=25"   # path methods while tuning
+long="iterations=150 eval_every=50 warmup_iterations=25"   # path methods while tuning
 short="iterations=40 eval_every=10"                        # G2RPO while tuning
 
 # What the search chose.
 dance="algorithm=dance_grpo clip_range=1e-3 lr=5e-6"
-mix="algorithm=mix_grpo window=3 lr=2e-5"
-one="algorithm=g2rpo_single train_steps=5 lr=2e-5"
-g2rpo="algorithm=g2rpo train_steps=5 lr=2e-5"
-# 275,000 forwards each.
-dance_long="iterations=315 eval_every=21 warmup_iterations=25"
-mix_long="iterations=460 eval_every=23 warmup_iterations=25"
-one_long="iterations=80 eval_every=5"
-g2rpo_long="iterations=60 eval_every=5"
+mix="algorithm=mix_grpo window=3 lr=2e-5 eta=1.0"
+one="algorithm=g2rpo_single train_steps=5 lr=3e-5 eta=1.0"
+g2rpo="algorithm=g2rpo train_steps=5 lr=3e-5 eta=1.0"
+# 184,000 forwards each.
+dance_long="iterations=210 eval_every=21 warmup_iterations=25"
+mix_long="iterations=306 eval_every=34 warmup_iterations=25"
+one_long="iterations=54 eval_every=6"
+g2rpo_long="iterations=40 eval_every=5"
 
 paper() {  # the four arms of the paper's first table, with these settings besides: paper SEEDS [KEY=VALUE ...]
   local seeds=$1
@@ -79,6 +82,37 @@ tune2)  # where the first search's best lay at an edge
   arms+=(--arm "g2rpo_lr3e-5=$base algorithm=g2rpo train_steps=5 lr=3e-5 $short")
   python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
   ;;
+tune3)  # at equal forwards: fewer prompts an iteration, and so more of them; coarse tails alone; a wider eta for MixGRPO
+  arms=(--arm "mix_lr2e-5_eta1.4=$base algorithm=mix_grpo window=3 lr=2e-5 eta=1.4 $long")
+  arms+=(--arm "mix_lr3e-5_eta1.0=$base algorithm=mix_grpo window=3 lr=3e-5 eta=1.0 $long")
+  for lr in 1e-5 2e-5; do
+    mine="lr=$lr eta=1.0 warmup_iterations=20"
+    singular="$mine train_steps=5"
+    arms+=(--arm "mix_P4_lr$lr=$base algorithm=mix_grpo window=3 $mine prompts_per_iteration=4 \
+iterations=300 eval_every=75")
+    arms+=(--arm "g2rpo_P2_lr$lr=$base algorithm=g2rpo $singular prompts_per_iteration=2 \
+iterations=160 eval_every=40")
+    arms+=(--arm "g2rpo_P4_lr$lr=$base algorithm=g2rpo $singular prompts_per_iteration=4 \
+iterations=80 eval_every=20")
+    arms+=(--arm "single_P2_lr$lr=$base algorithm=g2rpo_single $singular prompts_per_iteration=2 \
+iterations=213 eval_every=53")
+    coarse="algorithm=g2rpo granularities=[3] $singular"
+    arms+=(--arm "L3_P8_lr$lr=$base $coarse iterations=138 eval_every=34")
+    arms+=(--arm "L3_P4_lr$lr=$base $coarse prompts_per_iteration=4 iterations=276 eval_every=69")
+  done
+  arms+=(--arm "g2rpo_P2_lr5e-6=$base algorithm=g2rpo train_steps=5 eta=1.0 lr=5e-6 warmup_iterations=20 \
+prompts_per_iteration=2 iterations=160 eval_every=40")
+  python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  ;;
+tune4)  # Flow-GRPO, for the stage rest
+  arms=()
+  for lr in 5e-6 1e-5 2e-5; do arms+=(--arm "flow_lr$lr=$base algorithm=flow_grpo eta=0.7 lr=$lr $long"); done
+  arms+=(--arm "flow_lr1e-5_eta1.0=$base algorithm=flow_grpo eta=1.0 lr=1e-5 $long")
+  for lr in 1e-5 2e-5; do
+    arms+=(--arm "fast_lr$lr=$base algorithm=flow_grpo window=3 eta=1.0 lr=$lr $long")
+  done
+  python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  ;;
 joint)
   paper "${SEEDS:-0,1,2,3,4}"
   models=(tiny) names=base
@@ -96,18 +130,21 @@ joint)
 single)
   paper "${SEEDS:-0,1,2}" 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
   ;;
-lambda)
-  arms=()
+lambda)  # rates fall to 0, since arms of more updates would be judged by a rate that is too high for them
+  falling="lr_schedule=cosine"
+  arms=(--arm "L1=$base $one $falling $one_long" --arm "L123=$base $g2rpo $falling $g2rpo_long")
   for set in 2 3 1,2 1,3; do
-    case $set in  # as many iterations as 275,000 forwards allow
-    2) n=144 ;; 3) n=207 ;; 1,2) n=64 ;; 1,3) n=73 ;;
+    case $set in  # as many iterations as 184,000 forwards allow
+    2) n=96 ;; 3) n=138 ;; 1,2) n=43 ;; 1,3) n=49 ;;
     esac
-    arms+=(--arm "L${set/,/}=$base $g2rpo granularities=[$set] iterations=$n eval_every=10")
+    arms+=(--arm "L${set/,/}=$base $g2rpo $falling granularities=[$set] iterations=$n eval_every=10")
   done
-  arms+=(--arm "L123_paper_tails=$base $g2rpo iterations=49 eval_every=7 tail_rule=paper")
-  arms+=(--arm "L1_G16=$base $one group_size=16 $g2rpo_long")
+  arms+=(--arm "L123_paper_tails=$base $g2rpo $falling iterations=33 eval_every=5 tail_rule=paper")
+  arms+=(--arm "L1_G16=$base $one group_size=16 $falling $g2rpo_long")
+  # A mean over granularities is a sum with weights of a third: fewer advantages reach the clamp.
+  arms+=(--arm "L123_mean=$base $g2rpo $falling $g2rpo_long rewards={tiny_preference=0.3333,tiny_clip=0.3333}")
   for noise in antithetic orthogonal; do
-    arms+=(--arm "L123_$noise=$base $g2rpo $g2rpo_long noise=$noise")
+    arms+=(--arm "L123_$noise=$base $g2rpo $falling $g2rpo_long noise=$noise")
   done
   python -m g2rpo compare "${arms[@]}" --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
   ;;
@@ -118,6 +155,16 @@ rest)
     --arm "MixGRPO_Flash=$base $mix flash=0.4 $mix_long" \
     --arm "DanceGRPO_once=$base $dance update=once lr=2e-5 $dance_long" \
     --arm "G2RPO_per_step=$base $g2rpo update=per_step lr=1e-5 $g2rpo_long" \
+    --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
+  ;;
+more)
+  falling="lr_schedule=cosine"
+  states="$one steps_per_iteration=1 prompts_per_iteration=40"
+  python -m g2rpo compare --arm "DanceGRPO_cosine=$base $dance lr=1e-5 $falling $dance_long" \
+    --arm "MixGRPO_cosine=$base $mix $falling $mix_long" \
+    --arm "G2RPO_twice=$base $g2rpo $falling iterations=80 eval_every=10" \
+    --arm "L1_G4_P24=$base $one group_size=4 prompts_per_iteration=24 $one_long" \
+    --arm "L1_1of5_P40=$base $states $one_long" \
     --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
   ;;
 *)

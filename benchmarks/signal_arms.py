@@ -86,6 +86,7 @@ def make_arms(reference_size: int) -> dict[str, Arm]:
         "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS)),
         PLAIN: Arm(plain),
         f"singular {{1}}, G = {equal}": Arm(plain, equal),
+        "singular {1}, G = 4": Arm(plain, 4),
         "singular {1, 2}": singular(1, 2),
         "singular {1, 2, 3}": singular(1, 2, 3),
         "singular {2}": singular(2),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def show(reward: str, r: int, told: dict[str, Any], num_steps: int, trained: int) -> None:
-    """The three tables of one reward."""
+    """The tables of one reward, those that there are."""
 
     def line(*cells: str) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -22,13 +22,15 @@ def show(reward: str, r: int, told: dict[str, Any], num_steps: int, trained: int
         return f"{value:.{digits}f} ± {wrong:.{digits}f}"
 
     steps = [f"step {k}" for k in range(num_steps - 1)]
-    title("share of a path's variance by a step's noise / variance of singular noise over it", *steps)
-    for name, of in told["shares"].items():
+    if "shares" in told:
+        title("share of a path's variance by a step's noise / variance of singular noise over it", *steps)
+    for name, of in told.get("shares", {}).items():
         values = zip(*(of[key][r] for key in ("share", "share_error", "ratio", "ratio_error")), strict=True)
         cells = [f"{pm(*four[:2])} / {pm(*four[2:])}" for four in values]
         line(name, *cells, *[""] * (num_steps - 1 - len(cells)))
-    title("reliability of an advantage; its std over redraws", *steps[:trained], "mean", "std")
-    for name, of in told["advantages"].items():
+    if "advantages" in told:
+        title("reliability of an advantage; its std over redraws", *steps[:trained], "mean", "std")
+    for name, of in told.get("advantages", {}).items():
         cells = [f"{value:.2f}" for value in of["reliability"][r][:-1]]
         line(name, *cells, *(pm(of[key][r][-1], of[f"{key}_error"][r][-1]) for key in ("reliability", "std")))
     title(

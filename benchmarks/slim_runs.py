@@ -2,9 +2,9 @@
 
     python benchmarks/slim_runs.py compared/joint/runs results/compare/joint --every 5
 
-RUNS/<arm>/<seed> becomes OUT/<arm>/<seed> with config.toml and metrics.jsonl. --every n iterations become one
-line at the last of them: costs are their sums, everything else the mean of what is there; evaluations stay as
-they are. Numbers have five significant digits.
+RUNS/<arm>/<seed> becomes OUT/<arm>/<seed>: config.toml and metrics.jsonl. --every n iterations, or fewer up
+to an evaluation, become one line at the last of them: costs are their sums, everything else the mean of what
+is there; evaluations stay as they are. Numbers have five significant digits.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ def slim(lines: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
     kept = [{key: value for key, value in line.items() if key.startswith(KEPT)} for line in lines]
     trained = [line for line in kept if "nfe" in line]
     others = [line for line in kept if "nfe" not in line]
-    parts = [merged(trained[low : low + every]) for low in range(0, len(trained), every)]
-    found = sorted([*parts, *others], key=lambda line: (line["step"], "nfe" not in line))
+    judged = {line["step"] for line in others}
+    parts: list[list[dict[str, Any]]] = [[]]
+    for line in trained:
+        parts[-1].append(line)
+        if line["step"] in judged or len(parts[-1]) == every:  # an evaluation keeps its exact cost
+            parts.append([])
+    found = sorted(
+        [*(merged(part) for part in parts if part), *others],
+        key=lambda line: (line["step"], "nfe" not in line),
+    )
     return [{key: short(value) for key, value in line.items()} for line in found]
 
 

@@ -220,7 +220,9 @@ def sample(
         str, typer.Option(help="Of the noise schedule; 1 = even steps, pipeline = as the model's files say.")
     ] = "3",
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Image i is drawn from seed + i.")] = 0,
-    guidance: Annotated[float | None, typer.Option(help="Default: the run's or export's, else 3.5.")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(min=0, help="Default: the run's or export's, else 3.5.")
+    ] = None,
     resolution: Annotated[int | None, typer.Option(help="Side in pixels. Default: the model's.")] = None,
     base: Annotated[str | None, typer.Option(help="Model that a LoRA or bare weights belong to.")] = None,
     device: Annotated[Device, typer.Option(help="auto = a GPU where there is one.")] = "auto",

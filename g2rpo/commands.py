@@ -92,7 +92,7 @@ Shift = Annotated[
     typer.Option(help="Of the noise schedule; 1 = even steps, pipeline = as the first model's files say."),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Picture i is drawn from seed + i.")]
-Guidance = Annotated[float | None, typer.Option(help="Of all models. Default: the first model's.")]
+Guidance = Annotated[float | None, typer.Option(min=0, help="Of all models. Default: the first model's.")]
 Resolution = Annotated[
     int | None, typer.Option(help="Side in pixels, of all models. Default: the first model's.")
 ]

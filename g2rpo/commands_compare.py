@@ -80,8 +80,8 @@ def compare(
         show(("measure", heads[0], *heads[2:5]), rows)
     for title, reason in done.failed.items():
         print(f"failed: {title}: {reason}")
-    print(
-        f"{done.out / 'index.html'} shows the curves; compare.md and compare.csv beside it have the numbers"
-    )
+    if done.values:
+        page = done.out / "index.html"
+        print(f"{page} shows the curves; compare.md and compare.csv beside it have the numbers")
     if done.failed:
         raise typer.Exit(1)

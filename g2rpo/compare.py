@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.arms import Arm, check_names, read_runs
-from g2rpo.checkpoint import read_state
 from g2rpo.compare_page import write_curves, write_page
 from g2rpo.compare_tables import (
     Compared,
@@ -30,11 +29,12 @@ from g2rpo.compare_tables import (
     write_csv,
     write_markdown,
 )
-from g2rpo.config import Settings, identity, read_settings
+from g2rpo.config import Settings, evaluation_identity, identity, read_settings
 from g2rpo.curves import AXES, cost, curves_of
 from g2rpo.metrics import read_metrics
-from g2rpo.run import checkpoint_to_resume
+from g2rpo.run import checkpoint_to_resume, is_finished
 from g2rpo.side_by_side import Job, train_side_by_side
+from g2rpo.watch import is_evaluation
 
 RECORD = "compare.json"
 
@@ -86,9 +86,9 @@ def compare(
     planned = [(arm, seed, arm.settings(seed, folder)) for arm, seed, folder in todo]
     jobs_left = []
     for arm, seed, settings in planned:
-        checkpoint = _checked(arm, settings)
+        _check(arm, settings)
         folders.setdefault(arm.name, {})[seed] = Path(settings.out)
-        if not _is_finished(settings, checkpoint):
+        if not is_finished(settings):
             log = out / "logs" / f"{arm.folder}_{seed}.txt"
             jobs_left.append(Job(f"{arm.name}, seed {seed}", settings, log))
         words = ["g2rpo", "train", arm.recipe, *arm.words(seed, Path(settings.out))]
@@ -101,7 +101,9 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     record = {
         "commands": commands,
-        "arms": {name: {str(seed): str(path) for seed, path in one.items()} for name, one in folders.items()},
+        "arms": {
+            name: {str(seed): _from(out, path) for seed, path in one.items()} for name, one in folders.items()
+        },
     }
     whole(out / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     failed: dict[str, str] = {}
@@ -112,24 +114,45 @@ def compare(
         failed = ended.failed
         if ended.interrupted:
             return Comparison(out, failed, True)
-    compared = measured(
-        folders, {arm.name: settings for arm, _, settings in reversed(planned)}, window, commands, failed
-    )
+    settings_of = {arm.name: settings for arm, _, settings in reversed(planned)}
+    try:
+        compared = measured(folders, settings_of, window, commands, failed)
+    except NothingMeasured:
+        if failed:  # their reasons say more
+            return Comparison(out, failed, False)
+        raise
     return Comparison(out, failed, False, report(out, compared))
 
 
-def _checked(arm: Arm, settings: Settings) -> Path | None:
+class NothingMeasured(ValueError):
+    """No run has a line of metrics yet."""
+
+
+def _check(arm: Arm, settings: Settings) -> None:
     try:
-        return checkpoint_to_resume(settings)
+        checkpoint_to_resume(settings)
     except ValueError as error:
         raise ValueError(f"arm {arm.name}: {error}") from error
+    folder = Path(settings.out).expanduser()
+    if (folder / "config.toml").is_file():
+        there, here = evaluation_identity(read_settings(folder)), evaluation_identity(settings)
+        if there and here and (differ := _differences(there, here)):
+            raise ValueError(
+                f"arm {arm.name}: {folder} was evaluated in another way, and one curve cannot hold both: "
+                f"{differ}. Give the same settings, or another --out"
+            )
 
 
-def _is_finished(settings: Settings, checkpoint: Path | None) -> bool:
-    """Also what a run draws and scores after its last iteration is there."""
-    if checkpoint is None or read_state(checkpoint)["iteration"] < settings.iterations:
-        return False
-    return not settings.compare_images or (Path(settings.out).expanduser() / "comparison.md").is_file()
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{key}: {there.get(key)!r} and {here[key]!r}" for key in here if here[key] != there.get(key)
+    )
+
+
+def _from(out: Path, path: Path) -> str:
+    """A run's folder as the record keeps it: of one inside `out`, from there, so that both can be moved."""
+    absolute, base = path.expanduser().absolute(), out.absolute()
+    return str(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
 
 
 def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
@@ -141,7 +164,7 @@ def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         arms = record["arms"]
-        folders = {name: {int(s): Path(p) for s, p in one.items()} for name, one in arms.items()}
+        folders = {name: {int(s): out / p for s, p in one.items()} for name, one in arms.items()}
         return folders, list(record["commands"])
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a record of a comparison ({error}); name the arms again") from error
@@ -178,18 +201,19 @@ def measured(
     compared = Compared(arms, settings, window, list(commands))
     if not compared.metrics():
         runs = ", ".join(str(path) for seeds in folders.values() for path in seeds.values())
-        raise ValueError(f"nothing was measured yet in {runs}; train first")
+        raise NothingMeasured(f"nothing was measured yet in {runs}; train first")
     return compared
 
 
 def _same_arm(name: str, one: Settings, first: Settings, path: Path) -> None:
-    there, here = identity(first), identity(one)
-    differ = [key for key in here if key != "seed" and here[key] != there[key]]
+    differ = _differences(identity(first) | {"seed": 0}, identity(one) | {"seed": 0})
+    there, here = evaluation_identity(first), evaluation_identity(one)
+    if there and here:
+        differ = "; ".join(filter(None, (differ, _differences(there, here))))
     if differ:
-        told = "; ".join(f"{key}: {there[key]!r} and {here[key]!r}" for key in differ)
         raise ValueError(
             f"runs of arm {name} may differ in the seed alone; {path} has other settings than the first: "
-            f"{told}. Give them names of their own"
+            f"{differ}. Give them names of their own"
         )
 
 
@@ -203,6 +227,8 @@ def _run(path: Path, settings: Settings | None, reason: str | None) -> MeasuredR
         state = "not begun"
     elif step < settings.iterations:
         state = f"stopped before iteration {settings.iterations}"
+    elif evaluation_identity(settings) and not any(is_evaluation(x) and x["step"] == step for x in lines):
+        state = "its last evaluation is missing"
     else:
         state = "finished"
     try:

@@ -46,6 +46,8 @@ def _plain(text: str) -> str:
 
 
 def _draw(axes: Axes, found: Mapping[str, Band], styles: Mapping[str, tuple[str, str]], axis: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
     for arm, one in found.items():
         colour, stroke = styles[arm]
         marker = "o" if len(one.mean) <= 25 else ""
@@ -55,6 +57,8 @@ def _draw(axes: Axes, found: Mapping[str, Band], styles: Mapping[str, tuple[str,
             axes.fill_between(one.x[axis], one.low, one.high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel(X_LABELS[axis], fontsize=9)
     axes.locator_params(axis="x", nbins=7, integer=axis != "seconds")
+    if axes.get_xlim()[1] >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

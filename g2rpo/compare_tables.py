@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from g2rpo.config import EVALUATION
 from g2rpo.curves import (
     AXES,
     SMOOTHED,
@@ -206,11 +207,21 @@ def settings_table(compared: Compared) -> Table | None:
 
 
 def warning(compared: Compared) -> str:
-    """Which runs are not whole, or nothing."""
+    """Which runs are not whole, which arms are not judged alike, or nothing."""
     states = [run.state for runs in compared.arms.values() for run in runs.values()]
-    count = sum(state != "finished" for state in states)
-    told = f"{count} of {len(states)} runs are not finished (see Runs); numbers are those of what is there."
-    return told if count else ""
+    count, told = sum(state != "finished" for state in states), []
+    if count:
+        told.append(
+            f"{count} of {len(states)} runs are not finished (see Runs); numbers are those of what is there."
+        )
+    judged = [one for one in compared.settings.values() if one.get("eval_every") and one.get("eval_prompts")]
+    differ = [key for key in EVALUATION if len({str(one[key]) for one in judged}) > 1]
+    if differ:
+        told.append(
+            f"Arms were evaluated in different ways ({', '.join(differ)}; see Settings that differ): their "
+            "evaluations do not compare."
+        )
+    return " ".join(told)
 
 
 def how_to_read(compared: Compared) -> list[str]:

@@ -6,7 +6,7 @@
 An unknown key, a value out of range or an option without effect is a ValueError that says what to write.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ REWARD_MAY_CHANGE = (
     "servers", "urls", "headers", "timeout", "concurrency", "retries", "backoff", "api_key_env", "check",
     "batch", "offload",
 )  # fmt: skip
+
+# What an evaluation's numbers depend on besides the run and its rewards.
+EVALUATION = ("eval_prompts", "num_eval_prompts", "eval_num_steps")
 
 # These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
 MAY_CHANGE = (
@@ -88,12 +91,26 @@ def identity(settings: Settings) -> dict[str, Any]:
     """What two runs must share to be parts of one run."""
     values = settings.resolved().model_dump()
     kept = {key: value for key, value in values.items() if key not in MAY_CHANGE}
-    kept["reward_options"] = {
-        name: {key: value for key, value in options.items() if key not in REWARD_MAY_CHANGE}
-        for name, options in settings.reward_options.items()
-        if name in settings.rewards
-    }
+    kept["reward_options"] = judge_options(settings, settings.rewards)
     return kept
+
+
+def evaluation_identity(settings: Settings) -> dict[str, Any]:
+    """What two runs must share for their evaluations to be of one kind; {} without evaluations."""
+    if not settings.eval_every or not settings.eval_prompts:
+        return {}
+    kept: dict[str, Any] = {key: getattr(settings, key) for key in EVALUATION}
+    return kept | {"reward_options": judge_options(settings, settings.eval_rewards)}
+
+
+def judge_options(settings: Settings, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Of these rewards the options that decide what they say."""
+    return {name: deciding(options) for name, options in settings.reward_options.items() if name in names}
+
+
+def deciding(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a reward's options those that decide what it says."""
+    return {key: value for key, value in options.items() if key not in REWARD_MAY_CHANGE}
 
 
 def check_same_run(saved: Settings, given: Settings) -> None:

@@ -8,34 +8,26 @@ own. What is embedded stays: interrupted and started again, it goes on.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-from rich.text import Text
 
 from g2rpo.before_after import Comparison
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import any_process, gathered, rank, world_size
 from g2rpo.interrupt import interruptible
-from g2rpo.metrics import format_seconds
 from g2rpo.models import resolve_device
 from g2rpo.models.files import local_folder
 from g2rpo.models.random import RandomText, is_random, random_configs
 from g2rpo.models.text import FluxText
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.policy import Conditioning
+from g2rpo.progress import counted
 from g2rpo.prompts import PromptStream, ReadReport, read_prompts
 from g2rpo.settings import Settings
-
-LINE_SECONDS = 10.0
-"""Between lines of progress where there is no terminal to draw a bar on."""
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 
@@ -232,7 +224,7 @@ class _Filling:
         self.missing, self.added = cache.missing(encoders, prompts), 0
 
     def run(self) -> None:
-        with _progress(self._console, len(self.missing)) as progress:
+        with counted(len(self.missing), "prompts", "embedding", self._console) as progress:
 
             def count(done: int, total: int) -> None:
                 self.added = done
@@ -274,33 +266,3 @@ def _say_disk(say: Callable[[str], None], cache: EmbeddingCache, policy: Encoder
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.1f} prompts/s")
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that takes how many are done: a bar on a terminal, now and then a line elsewhere."""
-    if not total:
-        yield lambda done: None
-    elif console.is_terminal:
-        columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-        with Bar(*columns, console=console) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda done: bar.update(task, completed=done)
-    else:
-        say, began = _speaker(console), time.monotonic()
-        told = began
-
-        def line(done: int) -> None:
-            nonlocal told
-            now = time.monotonic()
-            if now - told < LINE_SECONDS and done < total:
-                return
-            rate, told = done / max(now - began, 1e-9), now
-            say(f"{done}/{total} prompts, {rate:.1f} prompts/s, {format_seconds((total - done) / rate)} left")
-
-        yield line

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
 import g2rpo
 from g2rpo.bootstrap import Array, Difference, Mean, difference_of, mean_of
@@ -31,10 +32,11 @@ from g2rpo.interrupt import Interrupt, interruptible
 from g2rpo.lineup import Drawing, Lineup, write_whole
 from g2rpo.matching import read_pixels
 from g2rpo.models import resolve_device
+from g2rpo.progress import counted
 from g2rpo.results import markdown
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rewards.scorer import scoring
-from g2rpo.score import _code, _progress, parsed_options
+from g2rpo.score import code_hash, parsed_options
 
 GRID_ROWS = 8
 
@@ -84,7 +86,7 @@ def evaluate(
     """
     given = parsed_options(rewards, options)
     device = resolve_device(drawing.device)
-    judges = {name: {"options": chosen, "code": _code(name)} for name, chosen in given.items()}
+    judges = {name: {"options": chosen, "code": code_hash(name)} for name, chosen in given.items()}
     start_processes(device)
     try:
         speak = say if rank() == 0 else _silent
@@ -241,7 +243,7 @@ class _Evaluation:
         total = sum(map(len, todo))
         with (
             scoring(rewards.values()),
-            _progress(total, quiet=rank() > 0) as progress,
+            counted(total, "pictures", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
             part.open("w", newline="", encoding="utf-8") as file,
         ):
             for places in todo:

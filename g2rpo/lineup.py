@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from g2rpo.distributed import any_process, gathered, rank, world_size
@@ -26,10 +27,10 @@ from g2rpo.interrupt import Interrupt
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.named import check_model, labels_of, model_state, own_conditions
 from g2rpo.pictures import save_png
+from g2rpo.progress import counted
 from g2rpo.prompts import Prompt
 from g2rpo.sample import Segment, image_seeds, pipeline_shift, sample_images, sample_segments
 from g2rpo.saved import open_policy
-from g2rpo.score import _progress
 
 KINDS = ("evaluation", "gallery")
 TOGETHER = 256
@@ -283,7 +284,8 @@ class Lineup:
     def _draw(self, held: list[FluxPolicy], label: str, todo: Sequence[tuple[int, range]]) -> None:
         every, seeds, done = self.drawing.every, self.drawing.seeds, 0
         assert self.shift is not None and self.conditions is not None
-        with _progress(sum(len(batch) for _, batch in todo), "drawing", quiet=rank() > 0) as progress:
+        total = sum(len(batch) for _, batch in todo)
+        with counted(total, "pictures", "drawing", Console(stderr=True, quiet=rank() > 0)) as progress:
             for steps, batch in self._lots(label, todo):
                 images = self._images(held, label, steps, batch)
                 info: dict[str, Any] = {

@@ -65,6 +65,8 @@ def _short(model: str) -> str:
     path = Path(model)
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}_{path.name}"
+    if path.name.isdigit() and path.parent.name:  # of a comparison: ARM/SEED
+        return f"{path.parent.name}_{path.name}"
     if path.name in ("export", "") and path.parent.name:
         return path.parent.name
     return path.stem if path.suffix == ".safetensors" else path.name

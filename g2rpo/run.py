@@ -41,6 +41,21 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     return checkpoint
 
 
+FINISHED = "finished"
+"""File in a run folder: the number of iterations after which nothing was left to do."""
+
+
+def mark_finished(out: Path, iterations: int) -> None:
+    """Called once all that follows the last iteration is drawn, scored and written."""
+    (out / FINISHED).write_text(f"{iterations}\n", encoding="utf-8")
+
+
+def is_finished(settings: Settings) -> bool:
+    """Whether a run of these settings went to its end, what it draws and scores there included."""
+    path = Path(settings.out).expanduser() / FINISHED
+    return path.is_file() and path.read_text(encoding="utf-8").strip() == str(settings.iterations)
+
+
 def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
     """A line on what is trained, how much an iteration takes, and where."""
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())

@@ -14,8 +14,6 @@ import importlib.util
 import json
 import math
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -23,21 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import g2rpo
 from g2rpo.interrupt import interruptible
 from g2rpo.matching import Item, Matched, match, pixels_by_size, size_of
-from g2rpo.metrics import format_seconds
 from g2rpo.models import resolve_device
+from g2rpo.progress import counted
 from g2rpo.recipe import parse_value
 from g2rpo.rewards import REWARDS, CheckedReward, load_rewards
 from g2rpo.watch import mean_and_error
 from g2rpo.words import did_you_mean
-
-LINE_SECONDS = 10.0
-"""Between lines of progress where there is no terminal to draw a bar on."""
 
 Row = dict[str, float]
 
@@ -165,7 +158,7 @@ def _run(
     table: _Table,
     batch: int,
 ) -> None:
-    with _progress(len(todo)) as progress, table.appending() as append:
+    with counted(len(todo), "pictures", "scoring") as progress, table.appending() as append:
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
             rows: list[Row] = [{} for _ in part]
@@ -193,7 +186,7 @@ class _Table:
     @staticmethod
     def open(out: Path, images: Path, rewards: Mapping[str, Any], items: Sequence[Item]) -> _Table:
         """Raises ValueError where OUT holds the scores of something else."""
-        identity = {name: {"options": options, "code": _code(name)} for name, options in rewards.items()}
+        identity = {name: {"options": options, "code": code_hash(name)} for name, options in rewards.items()}
         head = {"images": str(images.absolute()), "rewards": json.loads(json.dumps(identity, default=str))}
         table = _Table(out, head, items)
         if table.json.is_file():
@@ -298,7 +291,7 @@ class _Table:
         os.replace(new, self.json)
 
 
-def _code(name: str) -> str | None:
+def code_hash(name: str) -> str | None:
     """Hash of the file that holds a reward of one's own; None for g2rpo's."""
     if name in REWARDS:
         return None
@@ -309,28 +302,3 @@ def _code(name: str) -> str | None:
     if found is None or found.origin is None or not Path(found.origin).is_file():
         return None
     return hashlib.blake2b(Path(found.origin).read_bytes(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def _progress(total: int, doing: str = "scoring", *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A function that takes how many are done: a bar on a terminal, now and then a line elsewhere."""
-    if quiet:
-        yield lambda done: None
-        return
-    console = Console(stderr=True, markup=False, highlight=False)
-    if console.is_terminal:
-        columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda done: bar.update(task, completed=done)
-        return
-    began = told = time.monotonic()
-
-    def line(done: int) -> None:
-        nonlocal told
-        if (now := time.monotonic()) - told >= LINE_SECONDS and done < total:
-            left = format_seconds((total - done) * (now - began) / done)
-            print(f"{done}/{total} pictures, {left} left", file=sys.stderr, flush=True)
-            told = now
-
-    yield line

@@ -51,7 +51,7 @@ from g2rpo.prompts import PromptStream, read_prompts
 from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
-from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described
+from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described, mark_finished
 from g2rpo.saved import check_weights, policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
@@ -180,7 +180,8 @@ class Trainer:
                     self._watch(writer, progress)
                     if self.step % settings.checkpoint_every == 0 or self.step == last:
                         began = time.perf_counter()
-                        self.save()
+                        with interrupt.deferred():  # half a checkpoint is none
+                            self.save()
                         self.saving = {"seconds_checkpoint": time.perf_counter() - began}
                         progress.note(f"checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
                     if any_process(interrupt.asked):
@@ -203,6 +204,8 @@ class Trainer:
                 ) from error
         if rank() == 0:
             write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
+            if self.step == settings.iterations:
+                mark_finished(self.out, self.step)
         return Run(self.out, self.step, self.step == settings.iterations, False, changes)
 
     def _iterate(self, writer: MetricsWriter, progress: Progress, interrupt: Interrupt) -> None:

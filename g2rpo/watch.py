@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.conditioning import EmbeddingCache
+from g2rpo.config import deciding
 from g2rpo.distributed import gathered, rank, world_size
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models.flux import FluxPolicy
@@ -102,8 +103,9 @@ class Watcher:
 
         Returns:
             eval/<name>: mean, eval_se/<name>: its standard error, over the pictures that could be judged;
-            where step 0 drew the same prompts and seeds in as many denoising steps, also eval_gain/<name> and
-            eval_gain_se/<name>: the mean of the paired differences to it and its standard error.
+            where step 0 drew the same prompts and seeds in as many denoising steps and the reward was the
+            same, also eval_gain/<name> and eval_gain_se/<name>: the mean of the paired differences to it and
+            its standard error.
         """
         scores = self.scores(pictures, self.pictures(pictures))
         folder = out / "evaluations"
@@ -112,19 +114,18 @@ class Watcher:
             "seeds": list(pictures.seeds),
             "num_steps": self.num_steps,
         }
-        judges = {
-            name: said
-            for name, one in self.rewards.items()
-            if isinstance(one, CheckedReward) and (said := one.describe())
-        }
+        checked = {name: one for name, one in self.rewards.items() if isinstance(one, CheckedReward)}
+        judges = {name: said for name, one in checked.items() if (said := one.describe())}
+        options = {name: deciding(one.options) for name, one in checked.items()}
         record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
-        record |= {"judges": judges} if judges else {}
+        record |= {"judges": judges, "options": options}
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"step_{step:06d}.json").write_text(json.dumps(record), encoding="utf-8")
         base = folder / f"step_{0:06d}.json"
         first = json.loads(base.read_text(encoding="utf-8")) if step and base.is_file() else {}
         start = first["scores"] if {name: first.get(name) for name in drawn} == drawn else {}
+        start = {n: kept for n, kept in start.items() if _judge(n, first) in (None, _judge(n, record))}
         result = {}
         for name, values in scores.items():
             result[f"eval/{name}"], result[f"eval_se/{name}"] = mean_and_error(values)
@@ -132,6 +133,15 @@ class Watcher:
                 gain = values - torch.tensor(start[name])
                 result[f"eval_gain/{name}"], result[f"eval_gain_se/{name}"] = mean_and_error(gain)
         return result
+
+
+def _judge(name: str, record: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """What a record says of a reward: how it described itself, its options. None in records without these."""
+    if "options" not in record:
+        return None
+    # As JSON has it: tuples are lists there.
+    said, options = (record[kind].get(name) for kind in ("judges", "options"))
+    return said, json.loads(json.dumps(options, default=str))
 
 
 def _share() -> slice:
@@ -192,7 +202,7 @@ class Schedule:
         folder = out / "samples" / f"step_{step:06d}"
         if missing:
             lines = read_metrics(out / "metrics.jsonl")
-            judge &= not any(line["step"] == step and _is_evaluation(line) for line in lines)
+            judge &= not any(line["step"] == step and is_evaluation(line) for line in lines)
             show &= not (folder / "grid.png").is_file()
         if self.evaluated is not None and judge:
             evaluation = watcher.evaluate(self.evaluated, out, step)
@@ -210,7 +220,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _is_evaluation(line: Mapping[str, Any]) -> bool:
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics holds one."""
     return any(name.startswith("eval/") for name in line)
 
 

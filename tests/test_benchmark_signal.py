@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ def benchmark(name):
 
 
 stn, arms = benchmark("signal_to_noise"), benchmark("signal_arms")
+benchmark("signal_tables")
+gradient_signal = benchmark("gradient_signal")
 
 TRIALS, N, DIM = 600, 8, 40
 SPREAD = torch.linspace(0.1, 1.9, DIM, dtype=torch.float64)  # not the same in all directions
@@ -114,3 +117,14 @@ def test_what_a_control_variate_costs():
                                                                      granularities=(1, 3)), 24)  # fmt: skip
     plain, coarse = whole.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
     assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and whole.nfe["total"] == plain
+
+
+@pytest.mark.parametrize("fresh", [0, 6])
+def test_fresh_repeats_take_prompts_of_their_own(fresh):
+    bench = gradient_signal.Bench(
+        policy=SimpleNamespace(device="cpu"), rewards={}, texts=[], metadata=[], cond=None, start=None,
+        sigmas=None, optimizer=None, batch=1, seed=0, prompts=4, fresh=fresh,
+    )  # fmt: skip
+    first = gradient_signal.REFERENCE_FROM
+    taken = torch.cat([bench.rows(range(6)), bench.rows(range(first, first + 3))]).tolist()
+    assert taken == (list(range(36)) if fresh else list(range(4)) * 9)

@@ -4,6 +4,7 @@ import csv
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from measured_runs import lines, write_run
@@ -186,6 +187,15 @@ def test_runs_that_are_there(tmp_path):
         read_runs([f"a={two}"])
 
 
+def test_where_every_run_failed_their_reasons_are_told(tmp_path, monkeypatch):
+    ended = SimpleNamespace(failed={"a, seed 0": "signal SIGKILL"}, interrupted=False)
+    monkeypatch.setattr("g2rpo.compare.train_side_by_side", lambda *given: ended)
+    words = ["compare", "--arm", "a=tiny", "--seeds", "0", "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in told.output
+    assert "index.html" not in told.output
+
+
 def test_nothing_to_report_on(tmp_path):
     with pytest.raises(ValueError, match="nothing to compare"):
         compare(tmp_path)
@@ -285,7 +295,19 @@ def test_stopped_resumed_failed_and_finished_runs(tmp_path):
         ValueError, match=r"arm g2rpo: .* holds a run with other settings(.|\n)*lr: 3e-05 there"
     ):
         both(G2RPO, DANCE, more=["lr=1e-2"])
+    with pytest.raises(ValueError, match=r"arm g2rpo: .* evaluated in another way.*eval_num_steps: 1 and 2"):
+        both(G2RPO, DANCE, more=["eval_num_steps=2"])
     assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before and told == []
+
+    # As a signal during the last evaluation leaves it: trained to the end, but not finished.
+    first = out / "runs" / "g2rpo" / "0"
+    (first / "finished").unlink()
+    kept = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first / "metrics.jsonl").write_text("".join(kept[:-1]))
+    assert "eval/tiny_clip" in kept[-1] and "eval/tiny_clip" not in kept[-2]
+    both(G2RPO, DANCE)
+    assert "3 of 4 runs are finished already" in told
+    assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before
 
 
 @pytest.mark.parametrize(

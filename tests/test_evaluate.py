@@ -179,9 +179,9 @@ def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, sai
 
 
 def judges(names):
-    from g2rpo.score import _code
+    from g2rpo.score import code_hash
 
-    return {name: {"options": {}, "code": _code(name)} for name in names}
+    return {name: {"options": {}, "code": code_hash(name)} for name in names}
 
 
 def test_a_model_that_changed_is_refused(tmp_path, own):
@@ -276,6 +276,7 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
         (["--prompts", "empty.txt"], "empty.txt holds no prompts"),
         (["--prompts", "none.txt"], "no prompt file 'none.txt'"),
         (["--labels", "a,"], "2 labels for 1 models"),
+        (["--guidance", "-1"], "Invalid value for '--guidance'"),
         (["tiny@g2rp"], "no embedded model 'tiny@g2rp'; there are: tiny"),
         (["nowhere"], "no model folder 'nowhere'"),
         (["weights"], "weights holds weights alone; say which model they belong to with --base NAME"),
@@ -305,6 +306,7 @@ def test_labels_are_short_and_different():
     assert labels_of([*models, "tiny", "l/lora.safetensors"]) == [
         "tiny", "a", "a-2", "a_step_000050", "b", "FLUX.1-dev", "tiny-2", "lora",
     ]  # fmt: skip
+    assert labels_of(["x/runs/mine/0", "x/runs/other/0", "7"]) == ["mine_0", "other_0", "7"]
     assert labels_of(["a", "b", "c"], ["my base", "../x", "x"]) == ["my_base", "x", "x-2"]
     with pytest.raises(ValueError, match="no models"):
         labels_of([])

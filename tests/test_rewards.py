@@ -39,6 +39,17 @@ class Offset:
     def __call__(self, images, prompts, metadata=None):
         return self.offset.expand(len(images))
 
+class Path:
+    def __init__(self, folder):
+        pass
+
+    def __call__(self, images, prompts, metadata=None):
+        return images.mean(dim=(1, 2, 3))
+
+class Two(Path):
+    def __init__(self, device, needed):
+        pass
+
 number = 3
 """
     )
@@ -111,6 +122,19 @@ def test_inputs_must_belong_together():
 def test_names_that_lead_nowhere(own_rewards, name, message):
     with pytest.raises(ValueError, match=message):
         load_reward(name, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Path", {"folder": "x"}, "'my_rewards:Path' has no option 'folder'; it takes none"),
+        ("Two", {}, "'my_rewards:Two' cannot be made: missing a required argument: 'needed'"),
+        ("brightness", {"scale": 2}, "is a function, which takes no options"),
+    ],
+)
+def test_options_that_a_class_of_ones_own_cannot_take(own_rewards, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward(f"my_rewards:{name}", torch.device("cpu"), options)
 
 
 def test_a_missing_package_of_a_reward_is_told_as_it_is(own_rewards):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import g2rpo
+from g2rpo import trainer
 from g2rpo.checkpoint import latest_checkpoint
 from g2rpo.config import load_settings
 from g2rpo.metrics import read_metrics
@@ -245,6 +246,23 @@ def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, whe
     assert done.returncode == 0, done.stderr
     whole = run("whole", iterations=6)
     assert timeless(read_metrics(metrics)) == timeless(whole.metrics)
+
+
+def test_a_signal_while_a_checkpoint_is_written_waits_for_it(run, monkeypatch):
+    """torch's writer makes other errors of an interrupt, and half a checkpoint is none."""
+    save, signals = trainer.save_checkpoint, iter([signal.SIGINT])
+
+    def interrupted(*given, **options):
+        try:
+            any(map(signal.raise_signal, signals))
+        except KeyboardInterrupt as error:
+            raise RuntimeError("unexpected pos 64 vs 0") from error
+        return save(*given, **options)
+
+    monkeypatch.setattr(trainer, "save_checkpoint", interrupted)
+    stopped, done = (run(iterations=2, checkpoint_every=1) for _ in range(2))
+    assert stopped.interrupted and [line["step"] for line in done.metrics] == [1, 2]
+    assert done.finished and (done.out / "finished").read_text() == "2\n"
 
 
 def quiet():

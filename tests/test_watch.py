@@ -11,6 +11,7 @@ from rich.console import Console
 from g2rpo.before_after import OWN, UNSEEN, Comparison
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.prompts import Prompt
+from g2rpo.rewards import CheckedReward
 from g2rpo.watch import PictureSet, Schedule, Watcher
 
 
@@ -102,6 +103,26 @@ def test_gains_are_told_between_equal_pictures_only(tmp_path):
     assert "eval_gain/brightness" not in painter().evaluate(PictureSet.of("other", OTHER[1:]), tmp_path, 5)
     kept = json.loads((tmp_path / "evaluations" / "step_000000.json").read_text())
     assert kept["num_steps"] == 4 and kept["prompts"] == ["x", "b", "y", "z"]
+
+
+@pytest.mark.parametrize(("changed", "told"), [({"urls": ["b"]}, True), ({"prompt": "other"}, False)])
+def test_gains_are_told_of_equal_judges_only(tmp_path, changed, told):
+    """An address may change between step 0 and 5, but not what is asked for."""
+    one, options = PictureSet.of("evaluation", OTHER), {"urls": ["a"], "prompt": "p", "sizes": (1, 2)}
+    painter(judge=CheckedReward("judge", brightness, options)).evaluate(one, tmp_path, 0)
+    later = painter(judge=CheckedReward("judge", brightness, {**options, **changed}))
+    assert ("eval_gain/judge" in later.evaluate(one, tmp_path, 5)) == told
+
+
+def test_records_of_before_options_were_kept_still_have_gains(tmp_path):
+    one = PictureSet.of("evaluation", OTHER)
+    painter().evaluate(one, tmp_path, 0)
+    path = tmp_path / "evaluations" / "step_000000.json"
+    kept = json.loads(path.read_text())
+    del kept["options"]
+    path.write_text(json.dumps(kept))
+    judge = CheckedReward("brightness", brightness, {"prompt": "p"})
+    assert painter(brightness=judge).evaluate(one, tmp_path, 5)["eval_gain/brightness"] == 0
 
 
 def test_what_an_interrupt_cut_off_is_made_up_for(tmp_path):

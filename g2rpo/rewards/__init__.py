@@ -68,7 +68,7 @@ def load_reward(name: str, device: torch.device, options: Options | None = None)
     if name in REWARDS:
         factory = _attribute(REWARDS[name])
         _check_options(name, factory, options)
-        return CheckedReward(name, factory(device, **options))
+        return CheckedReward(name, factory(device, **options), options)
     if ":" not in name:
         raise ValueError(
             f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; "
@@ -79,10 +79,18 @@ def load_reward(name: str, device: torch.device, options: Options | None = None)
         raise ValueError(f"reward {name!r} is a function, which takes no options; make it a class for those")
     if options:
         _check_options(name, target, options)
+    if isinstance(target, type):
+        try:
+            inspect.signature(target).bind(device, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"reward {name!r} cannot be made: {error}; "
+                "its __init__ takes the device, then options by name"
+            ) from error
     reward: Any = target(device, **options) if isinstance(target, type) else target
     if not callable(reward):
         raise ValueError(f"{name} is a {type(reward).__name__}; a reward must be callable")
-    return CheckedReward(name, reward)
+    return CheckedReward(name, reward, options)
 
 
 def load_rewards(

@@ -9,9 +9,10 @@ would be wrong each time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,12 +28,14 @@ class CheckedReward:
     """A reward by name.
 
     Attributes:
+        options: what it was made with.
         last_error: why samples had no score, as far as the reward told: what it raised, or its own
             `last_error` (None, or words about its last call). Whoever reads it sets it back to None.
     """
 
     name: str
     reward: Reward
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     last_error: str | None = field(default=None, init=False, compare=False)
     _told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
