@@ -290,7 +290,7 @@ def main() -> None:
             break
     told |= {"gradients": {}, "seconds": time.perf_counter() - began}
     for r, reward in enumerate(REWARDS):
-        one = {name: torch.cat([some[r] for some in chunks]) for name, chunks in found.items()}
+        one = {name: torch.cat([some.pop(0) for some in chunks]) for name, chunks in found.items()}
         told["gradients"][reward] = compared(one, arms, given.prompts)
         show(reward, r, told, T, STEPS)
     if given.out is not None:
