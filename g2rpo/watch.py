@@ -116,7 +116,8 @@ class Watcher:
         }
         checked = {name: one for name, one in self.rewards.items() if isinstance(one, CheckedReward)}
         judges = {name: said for name, one in checked.items() if (said := one.describe())}
-        options = {name: deciding(one.options) for name, one in checked.items()}
+        # As JSON has them, so that they equal themselves when read: tuples are lists there, paths words.
+        options = json.loads(json.dumps({n: deciding(c.options) for n, c in checked.items()}, default=str))
         record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
         record |= {"judges": judges, "options": options}
         if rank() == 0:
@@ -139,9 +140,7 @@ def _judge(name: str, record: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """What a record says of a reward: how it described itself, its options. None in records without these."""
     if "options" not in record:
         return None
-    # As JSON has it: tuples are lists there.
-    said, options = (record[kind].get(name) for kind in ("judges", "options"))
-    return said, json.loads(json.dumps(options, default=str))
+    return record["judges"].get(name), record["options"].get(name)
 
 
 def _share() -> slice:

@@ -108,7 +108,8 @@ def test_gains_are_told_between_equal_pictures_only(tmp_path):
 @pytest.mark.parametrize(("changed", "told"), [({"urls": ["b"]}, True), ({"prompt": "other"}, False)])
 def test_gains_are_told_of_equal_judges_only(tmp_path, changed, told):
     """An address may change between step 0 and 5, but not what is asked for."""
-    one, options = PictureSet.of("evaluation", OTHER), {"urls": ["a"], "prompt": "p", "sizes": (1, 2)}
+    one = PictureSet.of("evaluation", OTHER)
+    options = {"urls": ["a"], "prompt": "p", "sizes": (1, 2), "folder": tmp_path}
     painter(judge=CheckedReward("judge", brightness, options)).evaluate(one, tmp_path, 0)
     later = painter(judge=CheckedReward("judge", brightness, {**options, **changed}))
     assert ("eval_gain/judge" in later.evaluate(one, tmp_path, 5)) == told
