@@ -20,7 +20,7 @@ early where the next would not fit --seconds. Cosines are to {1} in large groups
 
 --fresh takes new prompts and new initial noise for each repeat: the signal is then what training follows, the
 gradient of all prompts, and what differs between prompts and initial noises is noise. Shares and advantages
-belong to a given state and are left out.
+belong to a given state and are left out, as --gradients leaves them out.
 """
 
 from __future__ import annotations
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="of world:train's prompts; seeds the noise")
     parser.add_argument("--repeats", type=int, default=48, help="gradients of an arm; multiple of 4")
     parser.add_argument("--fresh", action="store_true", help="other prompts and initial noise each repeat")
+    parser.add_argument("--gradients", action="store_true", help="neither shares nor advantages")
     parser.add_argument("--arms", nargs="+", choices=names, default=names, help=f"beside {PLAIN!r}")
     parser.add_argument("--reference-group", type=int, default=96, help="members of the reference's groups")
     parser.add_argument("--guidance", type=float, default=1.0, help="1.0 as in the recipe tiny")
@@ -273,7 +274,7 @@ def main() -> None:
     told |= {key: getattr(given, key) for key in ("prompts", "first", "fresh", "guidance", "reference_group")}
     print(told)
     several, draws = max(2, given.repeats // 4), max(2, given.repeats // 12)
-    if not given.fresh:
+    if not (given.fresh or given.gradients):
         told["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
         told["advantages"] = {
             n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE and not a.fine

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
 # The paper's comparison on the embedded model: the search for each method's settings, then the stages.
 #
-#     benchmarks/paper_comparison.sh tune|tune2|tune3|tune4|joint|single|lambda|rest|more OUT [JOBS]
+#     benchmarks/paper_comparison.sh tune|tune2|tune3|tune4|joint|single|lambda|variate|rest|more OUT [JOBS]
 #
 #     tune, tune2, tune3, tune4
 #                   one seed: learning rate, eta and clip range of each method, prompts an iteration
 #     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
 #                   the models of seed 0 also in 4, 8, 16 and 32 steps, and side by side in a picture
-#     single        the same, preference alone; 3 seeds
+#     single        the same, preference alone, and one arm of G2RPO that goes on longer; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
-#     rest          Flow-GRPO and its Fast window, update rules, MixGRPO-Flash; 3 seeds
-#     more          rates that fall to 0 for the path methods, twice as long, more states from the same forwards;
-#                   3 seeds
+#     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
+#     rest          Flow-GRPO and its Fast window, update rules; 3 seeds
+#     more          rates that fall to 0 for the path methods, MixGRPO-Flash, twice as long, more states from the
+#                   same forwards; 3 seeds
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
-# as many. SEEDS=0,1 takes other seeds than a stage's own. docs/comparison.md has what was found, results/compare/
-# the numbers (benchmarks/slim_runs.py makes them small).
-set -u
+# as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match. docs/
+# comparison.md has what was found, results/compare/ the numbers (benchmarks/slim_runs.py makes them small).
+set -eu
 stage=$1 out=$2 jobs=${3:-16}
 cd "$(dirname "$0")/.."
 base=results/compare/joint.toml
@@ -34,87 +35,96 @@ mix_long="iterations=306 eval_every=34 warmup_iterations=25"
 one_long="iterations=54 eval_every=6"
 g2rpo_long="iterations=40 eval_every=5"
 
-paper() {  # the four arms of the paper's first table, with these settings besides: paper SEEDS [KEY=VALUE ...]
-  local seeds=$1
+arms=()
+arm() {  # arm NAME SETTINGS ...
+  local name=$1
   shift
-  python -m g2rpo compare --arm "DanceGRPO=$base $dance $dance_long" --arm "MixGRPO=$base $mix $mix_long" \
-    --arm "G2RPO_1=$base $one $one_long" --arm "G2RPO=$base $g2rpo $g2rpo_long" "$@" \
-    --seeds "$seeds" --jobs "$jobs" --out "$out"
+  if [[ $name =~ ^(${ONLY:-.*})$ ]]; then arms+=(--arm "$name=$base $*"); fi
+}
+paper() {  # the four arms of the paper's first table
+  arm DanceGRPO "$dance $dance_long"
+  arm MixGRPO "$mix $mix_long"
+  arm G2RPO_1 "$one $one_long"
+  arm G2RPO "$g2rpo $g2rpo_long"
+}
+compare() {  # compare SEEDS [KEY=VALUE ...]: the arms, with these settings besides
+  local seeds=${SEEDS:-$1}
+  shift
+  if [ ${#arms[@]} -eq 0 ]; then echo "no arm of $stage is called $ONLY" >&2; exit 2; fi
+  python -m g2rpo compare "${arms[@]}" "$@" --seeds "$seeds" --jobs "$jobs" --out "$out"
 }
 
 case $stage in
 tune)
-  arms=()
-  for lr in 2e-6 5e-6 1e-5; do arms+=(--arm "dance_lr$lr=$base algorithm=dance_grpo lr=$lr $long"); done
-  for eta in 0.15 0.6; do arms+=(--arm "dance_eta$eta=$base algorithm=dance_grpo lr=5e-6 eta=$eta $long"); done
-  arms+=(--arm "dance_clip1e-3=$base algorithm=dance_grpo lr=5e-6 clip_range=1e-3 $long")
-  for lr in 5e-6 1e-5 2e-5; do arms+=(--arm "mix_lr$lr=$base algorithm=mix_grpo window=3 lr=$lr $long"); done
-  for eta in 0.4 1.0; do arms+=(--arm "mix_eta$eta=$base algorithm=mix_grpo window=3 lr=1e-5 eta=$eta $long"); done
+  for lr in 2e-6 5e-6 1e-5; do arm "dance_lr$lr" "algorithm=dance_grpo lr=$lr $long"; done
+  for eta in 0.15 0.6; do arm "dance_eta$eta" "algorithm=dance_grpo lr=5e-6 eta=$eta $long"; done
+  arm dance_clip1e-3 "algorithm=dance_grpo lr=5e-6 clip_range=1e-3 $long"
+  for lr in 5e-6 1e-5 2e-5; do arm "mix_lr$lr" "algorithm=mix_grpo window=3 lr=$lr $long"; done
+  for eta in 0.4 1.0; do arm "mix_eta$eta" "algorithm=mix_grpo window=3 lr=1e-5 eta=$eta $long"; done
   for name in g2rpo_single g2rpo; do
-    for lr in 1e-5 2e-5 4e-5; do arms+=(--arm "${name}_lr$lr=$base algorithm=$name train_steps=5 lr=$lr $short"); done
+    for lr in 1e-5 2e-5 4e-5; do arm "${name}_lr$lr" "algorithm=$name train_steps=5 lr=$lr $short"; done
     for eta in 0.4 1.0; do
-      arms+=(--arm "${name}_eta$eta=$base algorithm=$name train_steps=5 lr=2e-5 eta=$eta $short")
+      arm "${name}_eta$eta" "algorithm=$name train_steps=5 lr=2e-5 eta=$eta $short"
     done
   done
   for lr in 5e-6 1e-5; do
-    arms+=(--arm "g2rpo_per_step_lr$lr=$base algorithm=g2rpo train_steps=5 update=per_step lr=$lr $short")
+    arm "g2rpo_per_step_lr$lr" "algorithm=g2rpo train_steps=5 update=per_step lr=$lr $short"
   done
-  python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  compare 100
   ;;
 tune2)  # where the first search's best lay at an edge
-  arms=()
   for lr in 1e-5 2e-5 4e-5; do
-    arms+=(--arm "dance_once_lr$lr=$base algorithm=dance_grpo update=once lr=$lr $long")
+    arm "dance_once_lr$lr" "algorithm=dance_grpo update=once lr=$lr $long"
   done
   for lr in 5e-6 1e-5; do
-    arms+=(--arm "dance_clip1e-2_lr$lr=$base algorithm=dance_grpo clip_range=1e-2 lr=$lr $long")
+    arm "dance_clip1e-2_lr$lr" "algorithm=dance_grpo clip_range=1e-2 lr=$lr $long"
   done
-  arms+=(--arm "dance_clip1e-3_eta0.6=$base algorithm=dance_grpo clip_range=1e-3 lr=5e-6 eta=0.6 $long")
-  arms+=(--arm "mix_lr4e-5=$base algorithm=mix_grpo window=3 lr=4e-5 $long")
+  arm dance_clip1e-3_eta0.6 "algorithm=dance_grpo clip_range=1e-3 lr=5e-6 eta=0.6 $long"
+  arm mix_lr4e-5 "algorithm=mix_grpo window=3 lr=4e-5 $long"
   for eta in 0.4 1.0; do
-    arms+=(--arm "mix_lr2e-5_eta$eta=$base algorithm=mix_grpo window=3 lr=2e-5 eta=$eta $long")
+    arm "mix_lr2e-5_eta$eta" "algorithm=mix_grpo window=3 lr=2e-5 eta=$eta $long"
   done
   for name in g2rpo_single g2rpo; do
     for eta in 1.0 1.4; do
-      arms+=(--arm "${name}_lr3e-5_eta$eta=$base algorithm=$name train_steps=5 lr=3e-5 eta=$eta $short")
+      arm "${name}_lr3e-5_eta$eta" "algorithm=$name train_steps=5 lr=3e-5 eta=$eta $short"
     done
   done
-  arms+=(--arm "g2rpo_lr3e-5=$base algorithm=g2rpo train_steps=5 lr=3e-5 $short")
-  python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  arm g2rpo_lr3e-5 "algorithm=g2rpo train_steps=5 lr=3e-5 $short"
+  compare 100
   ;;
 tune3)  # at equal forwards: fewer prompts an iteration, and so more of them; coarse tails alone; a wider eta for MixGRPO
-  arms=(--arm "mix_lr2e-5_eta1.4=$base algorithm=mix_grpo window=3 lr=2e-5 eta=1.4 $long")
-  arms+=(--arm "mix_lr3e-5_eta1.0=$base algorithm=mix_grpo window=3 lr=3e-5 eta=1.0 $long")
+  arm mix_lr2e-5_eta1.4 "algorithm=mix_grpo window=3 lr=2e-5 eta=1.4 $long"
+  arm mix_lr3e-5_eta1.0 "algorithm=mix_grpo window=3 lr=3e-5 eta=1.0 $long"
   for lr in 1e-5 2e-5; do
     mine="lr=$lr eta=1.0 warmup_iterations=20"
     singular="$mine train_steps=5"
-    arms+=(--arm "mix_P4_lr$lr=$base algorithm=mix_grpo window=3 $mine prompts_per_iteration=4 \
-iterations=300 eval_every=75")
-    arms+=(--arm "g2rpo_P2_lr$lr=$base algorithm=g2rpo $singular prompts_per_iteration=2 \
-iterations=160 eval_every=40")
-    arms+=(--arm "g2rpo_P4_lr$lr=$base algorithm=g2rpo $singular prompts_per_iteration=4 \
-iterations=80 eval_every=20")
-    arms+=(--arm "single_P2_lr$lr=$base algorithm=g2rpo_single $singular prompts_per_iteration=2 \
-iterations=213 eval_every=53")
+    arm "mix_P4_lr$lr" "algorithm=mix_grpo window=3 $mine prompts_per_iteration=4 \
+iterations=300 eval_every=75"
+    arm "g2rpo_P2_lr$lr" "algorithm=g2rpo $singular prompts_per_iteration=2 \
+iterations=160 eval_every=40"
+    arm "g2rpo_P4_lr$lr" "algorithm=g2rpo $singular prompts_per_iteration=4 \
+iterations=80 eval_every=20"
+    arm "single_P2_lr$lr" "algorithm=g2rpo_single $singular prompts_per_iteration=2 \
+iterations=213 eval_every=53"
     coarse="algorithm=g2rpo granularities=[3] $singular"
-    arms+=(--arm "L3_P8_lr$lr=$base $coarse iterations=138 eval_every=34")
-    arms+=(--arm "L3_P4_lr$lr=$base $coarse prompts_per_iteration=4 iterations=276 eval_every=69")
+    arm "L3_P8_lr$lr" "$coarse iterations=138 eval_every=34"
+    arm "L3_P4_lr$lr" "$coarse prompts_per_iteration=4 iterations=276 eval_every=69"
   done
-  arms+=(--arm "g2rpo_P2_lr5e-6=$base algorithm=g2rpo train_steps=5 eta=1.0 lr=5e-6 warmup_iterations=20 \
-prompts_per_iteration=2 iterations=160 eval_every=40")
-  python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  arm g2rpo_P2_lr5e-6 "algorithm=g2rpo train_steps=5 eta=1.0 lr=5e-6 warmup_iterations=20 \
+prompts_per_iteration=2 iterations=160 eval_every=40"
+  compare 100
   ;;
 tune4)  # Flow-GRPO, for the stage rest
-  arms=()
-  for lr in 5e-6 1e-5 2e-5; do arms+=(--arm "flow_lr$lr=$base algorithm=flow_grpo eta=0.7 lr=$lr $long"); done
-  arms+=(--arm "flow_lr1e-5_eta1.0=$base algorithm=flow_grpo eta=1.0 lr=1e-5 $long")
+  for lr in 5e-6 1e-5 2e-5; do arm "flow_lr$lr" "algorithm=flow_grpo eta=0.7 lr=$lr $long"; done
+  arm flow_lr1e-5_eta1.0 "algorithm=flow_grpo eta=1.0 lr=1e-5 $long"
   for lr in 1e-5 2e-5; do
-    arms+=(--arm "fast_lr$lr=$base algorithm=flow_grpo window=3 eta=1.0 lr=$lr $long")
+    arm "fast_lr$lr" "algorithm=flow_grpo window=3 eta=1.0 lr=$lr $long"
   done
-  python -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
+  compare 100
   ;;
 joint)
-  paper "${SEEDS:-0,1,2,3,4}"
+  paper
+  compare 0,1,2,3,4
   models=(tiny) names=base
   for arm in DanceGRPO MixGRPO G2RPO_1 G2RPO; do
     if [ -d "$out/runs/$arm/0" ]; then models+=("$out/runs/$arm/0") names="$names,$arm"; fi
@@ -128,44 +138,55 @@ joint)
   fi
   ;;
 single)
-  paper "${SEEDS:-0,1,2}" 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
+  paper
+  arm G2RPO_1_long "$one iterations=128 eval_every=8"  # as many forwards as MixGRPO, the update's counted
+  compare 0,1,2 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
   ;;
 lambda)  # rates fall to 0, since arms of more updates would be judged by a rate that is too high for them
   falling="lr_schedule=cosine"
-  arms=(--arm "L1=$base $one $falling $one_long" --arm "L123=$base $g2rpo $falling $g2rpo_long")
+  arm L1 "$one $falling $one_long"
+  arm L123 "$g2rpo $falling $g2rpo_long"
   for set in 2 3 1,2 1,3; do
     case $set in  # as many iterations as 184,000 forwards allow
     2) n=96 ;; 3) n=138 ;; 1,2) n=43 ;; 1,3) n=49 ;;
     esac
-    arms+=(--arm "L${set/,/}=$base $g2rpo $falling granularities=[$set] iterations=$n eval_every=10")
+    arm "L${set/,/}" "$g2rpo $falling granularities=[$set] iterations=$n eval_every=10"
   done
-  arms+=(--arm "L123_paper_tails=$base $g2rpo $falling iterations=33 eval_every=5 tail_rule=paper")
-  arms+=(--arm "L1_G16=$base $one group_size=16 $falling $g2rpo_long")
+  arm L3_lr1e-5 "$g2rpo granularities=[3] $falling lr=1e-5 iterations=138 eval_every=10"
+  arm L123_paper_tails "$g2rpo $falling iterations=33 eval_every=5 tail_rule=paper"
+  arm L1_G16 "$one group_size=16 $falling $g2rpo_long"
   # A mean over granularities is a sum with weights of a third: fewer advantages reach the clamp.
-  arms+=(--arm "L123_mean=$base $g2rpo $falling $g2rpo_long rewards={tiny_preference=0.3333,tiny_clip=0.3333}")
+  arm L123_mean "$g2rpo $falling $g2rpo_long rewards={tiny_preference=0.3333,tiny_clip=0.3333}"
   for noise in antithetic orthogonal; do
-    arms+=(--arm "L123_$noise=$base $g2rpo $falling $g2rpo_long noise=$noise")
+    arm "L123_$noise" "$g2rpo $falling $g2rpo_long noise=$noise"
   done
-  python -m g2rpo compare "${arms[@]}" --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
+  compare 0,1,2
+  ;;
+variate)
+  controlled() {  # controlled COARSE GROUP_SIZE ITERATIONS
+    python benchmarks/control_variate.py "$base" train_steps=5 lr=3e-5 eta=1.0 lr_schedule=cosine \
+      iterations="$3" eval_every=6 --coarse "$1" --group-size "$2" --fine 6 \
+      --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out/$1"
+  }
+  controlled 3 24 48
+  controlled 2 18 45
   ;;
 rest)
-  flow="algorithm=flow_grpo eta=0.7 lr=1e-5"
-  python -m g2rpo compare --arm "FlowGRPO=$base $flow $dance_long" \
-    --arm "FlowGRPO_Fast=$base $flow window=3 $mix_long" \
-    --arm "MixGRPO_Flash=$base $mix flash=0.4 $mix_long" \
-    --arm "DanceGRPO_once=$base $dance update=once lr=2e-5 $dance_long" \
-    --arm "G2RPO_per_step=$base $g2rpo update=per_step lr=1e-5 $g2rpo_long" \
-    --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
+  arm FlowGRPO "algorithm=flow_grpo eta=0.7 lr=2e-5 $dance_long"
+  arm FlowGRPO_Fast "algorithm=flow_grpo window=3 eta=1.0 lr=2e-5 $mix_long"
+  arm DanceGRPO_once "$dance update=once lr=2e-5 $dance_long"
+  arm G2RPO_per_step "$g2rpo update=per_step lr=1e-5 $g2rpo_long"
+  compare 0,1,2
   ;;
 more)
   falling="lr_schedule=cosine"
-  states="$one steps_per_iteration=1 prompts_per_iteration=40"
-  python -m g2rpo compare --arm "DanceGRPO_cosine=$base $dance lr=1e-5 $falling $dance_long" \
-    --arm "MixGRPO_cosine=$base $mix $falling $mix_long" \
-    --arm "G2RPO_twice=$base $g2rpo $falling iterations=80 eval_every=10" \
-    --arm "L1_G4_P24=$base $one group_size=4 prompts_per_iteration=24 $one_long" \
-    --arm "L1_1of5_P40=$base $states $one_long" \
-    --seeds "${SEEDS:-0,1,2}" --jobs "$jobs" --out "$out"
+  arm DanceGRPO_cosine "$dance lr=1e-5 $falling $dance_long"
+  arm MixGRPO_cosine "$mix $falling $mix_long"
+  arm MixGRPO_Flash_cosine "$mix flash=0.4 $falling $mix_long"
+  arm G2RPO_twice "$g2rpo $falling iterations=80 eval_every=10"
+  arm L1_G4_P24 "$one group_size=4 prompts_per_iteration=24 $one_long"
+  arm L1_1of5_P40 "$one steps_per_iteration=1 prompts_per_iteration=40 $one_long"
+  compare 0,1,2
   ;;
 *)
   echo "no such stage: $stage" >&2

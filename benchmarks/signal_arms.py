@@ -35,15 +35,7 @@ class Arm:
 
     @property
     def nfe(self) -> dict[str, int]:
-        """As Plan.nfe, without the fine tails that are not needed."""
-        told = self.plan.nfe(self.group_size)
-        if self.fine:
-            coarse = replace(
-                self.plan, branches=tuple(replace(b, tails=b.tails[1:]) for b in self.plan.branches)
-            )
-            spared = self.plan.nfe(1)["tails"] - coarse.nfe(1)["tails"]
-            told["total"] -= (self.group_size - self.fine) * spared
-        return told
+        return controlled_nfe(self.plan, self.group_size, self.fine)
 
     def advantages(self, groups: list[Rollout], weights: list[float]) -> list[Tensor]:
         """[K, G] of each group."""
@@ -51,6 +43,15 @@ class Arm:
             return advantages_of(groups, self.algorithm, weights)
         r = weights.index(1.0)
         return [controlled(group.rewards[r], self.fine).clamp(-5, 5) for group in groups]
+
+
+def controlled_nfe(plan: Plan, group_size: int, fine: int) -> dict[str, int]:
+    """As Plan.nfe, without the fine tails of all members but `fine`; 0: all have theirs."""
+    told = plan.nfe(group_size)
+    if fine:
+        coarse = replace(plan, branches=tuple(replace(b, tails=b.tails[1:]) for b in plan.branches))
+        told["total"] -= (group_size - fine) * (plan.nfe(1)["tails"] - coarse.nfe(1)["tails"])
+    return told
 
 
 def controlled(rewards: Tensor, fine: int, share: float = 0.7) -> Tensor:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -75,9 +76,10 @@ def compare(
         print("interrupted; the same command goes on")
         raise typer.Exit(130)
     if done.values:
-        heads = next(iter(done.values.values())).heads
-        rows = [(name, row[0], *row[2:5]) for name, table in done.values.items() for row in table.rows]
-        show(("measure", heads[0], *heads[2:5]), rows)
+        rows: list[Sequence[str]] = []  # a measure stands above its arms: beside them 80 columns are too few
+        for name, table in done.values.items():
+            rows += [(name, "", "", ""), *(("  " + row[0], *row[2:5]) for row in table.rows)]
+        show(("measure, arm", "final", "best", "final\n− first arm"), rows)
     for title, reason in done.failed.items():
         print(f"failed: {title}: {reason}")
     if done.values:

@@ -77,7 +77,7 @@ def show(heads: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str
     Where it is narrow, the first column wraps, the last, and those of `fold`: what stands between them stays
     whole.
     """
-    table, above = Table(box=box.SIMPLE), ""
+    table, above = Table(box=box.SIMPLE, padding=(0, 1, 0, 0)), ""
     for place, head in enumerate(heads):
         between = 0 < place < len(heads) - 1 and head not in fold
         table.add_column(head, overflow="fold", no_wrap=between)

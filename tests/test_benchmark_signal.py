@@ -21,7 +21,7 @@ def benchmark(name):
 
 stn, arms = benchmark("signal_to_noise"), benchmark("signal_arms")
 benchmark("signal_tables")
-gradient_signal = benchmark("gradient_signal")
+gradient_signal, control_variate = benchmark("gradient_signal"), benchmark("control_variate")
 
 TRIALS, N, DIM = 600, 8, 40
 SPREAD = torch.linspace(0.1, 1.9, DIM, dtype=torch.float64)  # not the same in all directions
@@ -117,6 +117,19 @@ def test_what_a_control_variate_costs():
                                                                      granularities=(1, 3)), 24)  # fmt: skip
     plain, coarse = whole.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
     assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and whole.nfe["total"] == plain
+
+
+def test_training_with_a_control_variate_sums_weighted_rewards(monkeypatch):
+    monkeypatch.setenv(control_variate.FINE, "6")
+    rewards = torch.rand(2, 3, 2, 24, generator=seeded(7))  # [R, K, J, G]
+    rollout = SimpleNamespace(rewards=rewards, valid=torch.ones(3, 24, dtype=torch.bool))
+    algorithm = arms.g2rpo(num_steps=8, train_steps=3, granularities=(1, 3), advantage_clip=2.0)
+    (found,) = control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
+    free = arms.controlled(rewards[0], 6) + 0.5 * arms.controlled(rewards[1], 6)
+    assert free.abs().max() > 2 and torch.equal(found, free.clamp(-2, 2))
+    rewards[0, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="invalid"):
+        control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
 
 
 @pytest.mark.parametrize("fresh", [0, 6])

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from measured_runs import lines, write_run
+from typer.testing import CliRunner
 
+from g2rpo.__main__ import app
 from g2rpo.compare import compare
 
 
@@ -42,3 +44,20 @@ def test_a_comparison_may_be_moved(tmp_path, monkeypatch):
     Path("one").rename("two")
     monkeypatch.chdir("/")
     assert compare(tmp_path / "two", report_only=True, window=1).values == found.values
+
+
+def test_the_terminal_shows_names_whole_in_80_columns(tmp_path, monkeypatch):
+    measure, arm = "reward/a_judge_of_25_long", "MixGRPO_Flash_cosine"
+    words = []
+    for name in (arm, "b"):
+        for seed in (0, 1):
+            rows = [{measure if k == "reward/r" else k: v for k, v in line.items()} for line in lines([seed])]
+            folder = write_run(tmp_path / name / str(seed), rows, seed)
+            words += ["--run", f"{name}={folder}"]
+    monkeypatch.setenv("COLUMNS", "80")
+    told = CliRunner().invoke(app, ["compare", *words, "--out", str(tmp_path / "out")]).output.splitlines()
+    place = next(i for i, line in enumerate(told) if line.split() == [measure])
+    assert [" ".join(line.split()) for line in told[place + 1 : place + 3]] == [
+        f"{arm} 0.5000 ± 0.5000 0.5000 ± 0.5000 –",
+        "b 0.5000 ± 0.5000 0.5000 ± 0.5000 +0.0000 ± 0.0000",
+    ]

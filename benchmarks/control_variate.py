@@ -1,0 +1,87 @@
+"""Granularity as a control variate, in training: many coarse tails, few fine ones (signal_arms.controlled).
+
+    python benchmarks/control_variate.py results/compare/joint.toml lr=3e-5 eta=1.0 train_steps=5 \\
+        lr_schedule=cosine iterations=48 eval_every=6 --coarse 3 --group-size 24 --fine 6 \\
+        --seeds 0,1,2 --jobs 3 --out /tmp/controlled
+
+An arm of `g2rpo compare`, over --seeds: all members of a group have the coarse tail, --fine of them the fine
+one (stride 1) too. All of them walk both here, and what the method would not need is not looked at and not
+counted, so it learns what it would learn, per forward as told; its seconds are too many. A comparison with
+other arms: `g2rpo compare --run NAME=OUT/runs/controlled/SEED ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from signal_arms import controlled, controlled_nfe
+from torch import Tensor
+
+from g2rpo.algorithms import Algorithm
+from g2rpo.arms import Arm
+from g2rpo.compare import compare
+from g2rpo.explore import Samples
+from g2rpo.rollout import Rollout
+
+FINE = "G2RPO_BENCHMARK_FINE"  # read in the processes that train
+
+
+def advantages_of(
+    rollouts: Sequence[Rollout], algorithm: Algorithm, weights: Sequence[float]
+) -> list[Tensor]:
+    """As update.advantages_of: [K, G] of each group, of the weighted rewards' controlled advantages."""
+    told = []
+    for rollout in rollouts:
+        if not (rollout.rewards.isfinite().all() and rollout.valid.all()):
+            raise ValueError("a reward is invalid: the control variate's estimate has no rule for that")
+        parts = [controlled(rewards, int(os.environ[FINE])) for rewards in rollout.rewards]
+        both = sum((weight * part for weight, part in zip(weights, parts, strict=True)), start=0 * parts[0])
+        told.append(both.clamp(-algorithm.advantage_clip, algorithm.advantage_clip))
+    return told
+
+
+def train_with_it() -> None:
+    """In each process, before it trains."""
+    from g2rpo import trainer
+
+    plain = trainer.sample
+
+    def sample(*given: Any, **settings: Any) -> Samples:
+        samples = plain(*given, **settings)
+        once = controlled_nfe(samples.plan, settings["group_size"], int(os.environ[FINE]))
+        return replace(samples, nfe=samples.nfe | {"total": len(samples.keys) * once["total"]})
+
+    trainer.sample, trainer.advantages_of = sample, advantages_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--coarse", type=int, default=3, help="stride of the tail that all members have")
+    parser.add_argument("--group-size", type=int, default=24)
+    parser.add_argument("--fine", type=int, default=6, help="members that have the tail of stride 1 too")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    if not 2 <= given.fine <= given.group_size:
+        parser.error(f"--fine must lie in 2..{given.group_size}, got {given.fine}")
+    os.environ[FINE] = str(given.fine)
+    method = ("algorithm=g2rpo", f"granularities=[1,{given.coarse}]", f"group_size={given.group_size}")
+    arm = Arm("controlled", given.recipe, (*given.settings, *method))
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    done = compare(given.out, [arm], seeds, jobs=given.jobs, prepare=train_with_it)
+    if done.failed:
+        raise SystemExit(f"failed: {done.failed}")
+
+
+if __name__ == "__main__":
+    main()
