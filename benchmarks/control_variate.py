@@ -53,8 +53,10 @@ def train_with_it() -> None:
 
     def sample(*given: Any, **settings: Any) -> Samples:
         samples = plain(*given, **settings)
-        once = controlled_nfe(samples.plan, settings["group_size"], int(os.environ[FINE]))
-        return replace(samples, nfe=samples.nfe | {"total": len(samples.keys) * once["total"]})
+        size, total = settings["group_size"], samples.nfe["total"]  # with what guidance makes of it
+        needed = controlled_nfe(samples.plan, size, int(os.environ[FINE]))["total"]
+        told = total * needed // samples.plan.nfe(size)["total"]
+        return replace(samples, nfe=samples.nfe | {"total": told})
 
     trainer.sample, trainer.advantages_of = sample, advantages_of
 
@@ -79,8 +81,8 @@ def main() -> None:
     arm = Arm("controlled", given.recipe, (*given.settings, *method))
     seeds = [int(seed) for seed in given.seeds.split(",")]
     done = compare(given.out, [arm], seeds, jobs=given.jobs, prepare=train_with_it)
-    if done.failed:
-        raise SystemExit(f"failed: {done.failed}")
+    if done.failed or done.interrupted:
+        raise SystemExit(f"failed: {done.failed}" if done.failed else 130)
 
 
 if __name__ == "__main__":

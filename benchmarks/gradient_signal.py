@@ -291,8 +291,11 @@ def main() -> None:
             break
     told |= {"gradients": {}, "seconds": time.perf_counter() - began}
     for r, reward in enumerate(REWARDS):
-        one = {name: torch.cat([some.pop(0) for some in chunks]) for name, chunks in found.items()}
-        told["gradients"][reward] = compared(one, arms, given.prompts)
+        told["gradients"][reward] = compared(  # no name holds the one reward's while the next's are joined
+            {name: torch.cat([some.pop(0) for some in chunks]) for name, chunks in found.items()},
+            arms,
+            given.prompts,
+        )
         show(reward, r, told, T, STEPS)
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
