@@ -7,12 +7,12 @@
 #                   one seed: learning rate, eta and clip range of each method, prompts an iteration
 #     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
 #                   the models of seed 0 also in 4, 8, 16 and 32 steps, and side by side in a picture
-#     single        the same, preference alone, and one arm of G2RPO that goes on longer; 3 seeds
+#     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
 #     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
 #     rest          Flow-GRPO and its Fast window, update rules; 3 seeds
 #     more          rates that fall to 0 for the path methods, MixGRPO-Flash, twice as long, more states from the
-#                   same forwards; 3 seeds
+#                   same forwards, stride 2 at a constant rate, strides 2 and 3 at T=16; 3 seeds
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
 # as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match. docs/
@@ -34,6 +34,7 @@ dance_long="iterations=210 eval_every=21 warmup_iterations=25"
 mix_long="iterations=306 eval_every=34 warmup_iterations=25"
 one_long="iterations=54 eval_every=6"
 g2rpo_long="iterations=40 eval_every=5"
+flow="algorithm=flow_grpo eta=0.7 lr=2e-5"
 
 arms=()
 arm() {  # arm NAME SETTINGS ...
@@ -139,7 +140,11 @@ joint)
   ;;
 single)
   paper
-  arm G2RPO_1_long "$one iterations=128 eval_every=8"  # as many forwards as MixGRPO, the update's counted
+  # As many forwards as MixGRPO, the update's counted.
+  arm G2RPO_1_long "$one iterations=128 eval_every=8"
+  arm G2RPO_long "$g2rpo iterations=96 eval_every=8"
+  arm FlowGRPO "$flow $dance_long"
+  arm L2 "$g2rpo granularities=[2] iterations=96 eval_every=8"
   compare 0,1,2 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
   ;;
 lambda)  # rates fall to 0, since arms of more updates would be judged by a rate that is too high for them
@@ -172,7 +177,7 @@ variate)
   controlled 2 18 45
   ;;
 rest)
-  arm FlowGRPO "algorithm=flow_grpo eta=0.7 lr=2e-5 $dance_long"
+  arm FlowGRPO "$flow $dance_long"
   arm FlowGRPO_Fast "algorithm=flow_grpo window=3 eta=1.0 lr=2e-5 $mix_long"
   arm DanceGRPO_once "$dance update=once lr=2e-5 $dance_long"
   arm G2RPO_per_step "$g2rpo update=per_step lr=1e-5 $g2rpo_long"
@@ -186,6 +191,9 @@ more)
   arm G2RPO_twice "$g2rpo $falling iterations=80 eval_every=10"
   arm L1_G4_P24 "$one group_size=4 prompts_per_iteration=24 $one_long"
   arm L1_1of5_P40 "$one steps_per_iteration=1 prompts_per_iteration=40 $one_long"
+  arm L2_constant "$g2rpo granularities=[2] iterations=96 eval_every=8"
+  arm L2_T16 "$g2rpo $falling granularities=[2] num_steps=16 train_steps=8 iterations=39 eval_every=5"
+  arm L3_T16 "$g2rpo $falling granularities=[3] num_steps=16 train_steps=8 iterations=56 eval_every=7"
   compare 0,1,2
   ;;
 *)

@@ -99,6 +99,9 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     print(f"{run.out} holds the run. Draw with it beside its base, or take the model out of it:")
     print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {walk}")
     print(f"  g2rpo export {out}")
+    if settings.keep_best and (best := run.out / "best").is_file():
+        step = best.read_text(encoding="utf-8").strip()
+        print(f"  g2rpo export {out}/best --out FOLDER    # {step}, the best by {settings.keep_best}")
 
 
 @app.command()
@@ -268,7 +271,9 @@ app.command()(commands_compare.compare)
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder (its newest checkpoint), or one checkpoint in it.")],
+    run: Annotated[
+        Path, typer.Argument(help="Run folder (its newest checkpoint), RUN/best, or one checkpoint in it.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export.")] = None,
     layout: Annotated[
         Literal["auto", "diffusers", "lora", "single_file", "comfyui"],

@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step_000050/   .metadata, *.distcp (tensors, sharded as the run is), state.json (the rest)
     RUN/latest                     "step_000050": the newest whole checkpoint, replaced in one step
+    RUN/best                       likewise the one after the best evaluation, where that is kept (best.py)
 
 A write that is killed leaves a `.tmp` folder, which the next write removes, and `latest` as it was. The sizes
 of the files are noted, so that one that a full or broken disk tore is seen: then the newest whole one counts.
@@ -37,6 +38,7 @@ from g2rpo.distributed import barrier, gathered, local, random_state, rank, set_
 
 FOLDER = re.compile(r"step_(\d{6,})")
 FILES = "files"  # in state.json: the sizes of the files beside it
+BEST = "best"
 LOG = logging.getLogger(__name__)
 HEADROOM_BYTES = 64 * 2**20
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
@@ -52,8 +54,9 @@ class Stateful(Protocol):
 
 
 def save_checkpoint(
-    out: str | Path, iteration: int, state: Mapping[str, Any], *, keep_last: int = 2, keep_every: int = 0
-) -> Path:
+    out: str | Path, iteration: int, state: Mapping[str, Any], *,
+    keep_last: int = 2, keep_every: int = 0, best: bool = False,
+) -> Path:  # fmt: skip
     """Writes RUN/checkpoints/step_<iteration>, points `latest` at it and removes what need not stay.
 
     Args:
@@ -63,6 +66,7 @@ def save_checkpoint(
             a state_dict of plain numbers (a schedule), and plain JSON values (position, settings).
         keep_last: newest checkpoints that stay, >= 1.
         keep_every: those at multiples of this stay as well; 0 = none.
+        best: RUN/best names this one from now on, and it stays until another is the best.
 
     Raises:
         ValueError: keep_last < 1, too little free space, or a value that is none of the above.
@@ -93,13 +97,19 @@ def save_checkpoint(
             shutil.rmtree(replaced)
         os.replace(unfinished, final)
         _sync_folder(checkpoints)
-        latest = Path(out) / "latest"
-        _write_synced(latest.with_name("latest.tmp"), final.name + "\n")
-        os.replace(latest.with_name("latest.tmp"), latest)
-        _sync_folder(Path(out))
+        for pointer in ("latest", *([BEST] if best else [])):
+            point(Path(out) / pointer, final.name)
         _prune(checkpoints, iteration, keep_last, keep_every)
     barrier()
     return final
+
+
+def point(pointer: Path, name: str) -> None:
+    """Lets RUN/latest or RUN/best name a checkpoint, in one step."""
+    unfinished = pointer.with_name(f"{pointer.name}.tmp")
+    _write_synced(unfinished, name + "\n")
+    os.replace(unfinished, pointer)
+    _sync_folder(pointer.parent)
 
 
 def _writers() -> int:
@@ -302,8 +312,10 @@ def _named(checkpoints: Path) -> list[tuple[int, Path]]:
 
 def _prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> None:
     steps = [(step, path) for step, path in _named(checkpoints) if step <= newest]
+    pointer = checkpoints.parent / BEST
+    best = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
     for step, path in steps[:-keep_last]:
-        if not keep_every or step % keep_every:
+        if path.name != best and (not keep_every or step % keep_every):
             # Renamed first: a removal that is killed half-way must not look like a checkpoint.
             removed = path.with_name(f"{path.name}.old.tmp")
             os.replace(path, removed)

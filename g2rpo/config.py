@@ -48,8 +48,8 @@ EVALUATION = ("eval_prompts", "num_eval_prompts", "eval_num_steps")
 # These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
 MAY_CHANGE = (
     "iterations", "stop_after", "resume", "out", "device", "tensorboard", "checkpoint_every", "keep_last",
-    "keep_every", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards", "eval_num_steps",
-    "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
+    "keep_every", "keep_best", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards",
+    "eval_num_steps", "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
     "compile_blocks", "shard_size",
 )  # fmt: skip
 

@@ -283,6 +283,7 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
     kept = min(settings.keep_last, max(written, 1))
     if settings.keep_every:
         kept += settings.iterations // settings.keep_every
+    kept += settings.keep_best is not None
     used = settings.iterations * settings.prompts_per_iteration
     prompts = min(used, num_prompts) if num_prompts is not None else used
     row = shape.text_tokens * shape.text_dim + shape.pooled_dim

@@ -29,7 +29,7 @@ from g2rpo.models.layout import to_original
 from g2rpo.models.lora_layout import lora_to_comfyui
 from g2rpo.models.tiny import is_tiny
 from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, SINGLE_FILE
-from g2rpo.saved import EXPORT_FILE, open_run
+from g2rpo.saved import EXPORT_FILE, open_run, run_of
 from g2rpo.settings import Settings
 
 Kind = Literal["auto", "diffusers", "lora", "single_file", "comfyui"]
@@ -47,7 +47,7 @@ def export_run(
     kind: Kind = "auto",
     dtype: str = "float32",
 ) -> Path:
-    """Exports a run's newest checkpoint, or one checkpoint of it, to `out` (None: RUN/export).
+    """Exports a run's newest checkpoint, RUN/best, or one checkpoint of it, to `out` (None: RUN/export).
 
     Args:
         kind: one of `Kind`; "auto" is lora for runs that trained adapters, else diffusers.
@@ -60,7 +60,7 @@ def export_run(
     """
     # A base stored in 8 bits was the run's; adapters and merged weights go out on the base itself.
     policy, settings, state = open_run(run, device="cpu", precision="float32", base_dtype="compute")
-    folder = Path(run) if (Path(run) / "config.toml").is_file() else Path(run).parent.parent
+    folder = run_of(Path(run).expanduser()) or Path(run)
     metrics_file = folder / "metrics.jsonl"
     metrics = read_metrics(metrics_file) if metrics_file.is_file() else []
     iteration = int(state["iteration"])

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.checkpoint import latest_checkpoint
+from g2rpo.checkpoint import BEST
 from g2rpo.config import read_settings
 from g2rpo.models.files import local_folder, transformer_config
-from g2rpo.saved import CONDITIONS, _is_weights, _run_of, export_record
+from g2rpo.saved import CONDITIONS, checkpoint_of, export_record, is_weights, run_of
 
 
 def check_model(model: str, base: str | None = None) -> None:
@@ -22,13 +22,13 @@ def check_model(model: str, base: str | None = None) -> None:
         ValueError: no such model, a run without a checkpoint, or weights without a base.
     """
     path = Path(model).expanduser()
-    run = _run_of(path)
+    run = run_of(path)
     if run is not None:
-        found = latest_checkpoint(run) if path == run else path
+        found = checkpoint_of(path, run)
         if found is None or not found.is_dir():
             raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
         return
-    if not _is_weights(path):
+    if not is_weights(path):
         transformer_config(str(local_folder(path) if path.is_dir() else model))
         return
     below = base or export_record(path).get("base_model")
@@ -65,6 +65,8 @@ def _short(model: str) -> str:
     path = Path(model)
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}_{path.name}"
+    if path.name == BEST and path.parent.name:
+        return f"{_short(str(path.parent))}_{BEST}"
     if path.name.isdigit() and path.parent.name:  # of a comparison: ARM/SEED
         return f"{path.parent.name}_{path.name}"
     if path.name in ("export", "") and path.parent.name:
@@ -75,7 +77,7 @@ def _short(model: str) -> str:
 def own_conditions(model: str) -> dict[str, Any]:
     """What a run or an export says that it is drawn with; {} for other models."""
     path = Path(model).expanduser()
-    run = _run_of(path)
+    run = run_of(path)
     if run is not None:
         settings = read_settings(run)
         own = {name: getattr(settings, name) for name in CONDITIONS}
@@ -89,10 +91,9 @@ def own_conditions(model: str) -> dict[str, Any]:
 def model_state(model: str) -> str:
     """Changes when a model on this disk does: a run's newest checkpoint; sizes and times of weight files."""
     path = Path(model).expanduser()
-    run = _run_of(path)
-    if run is not None and path == run:
-        newest = latest_checkpoint(run)
-        path = newest if newest is not None else path
+    run = run_of(path)
+    if run is not None:
+        path = checkpoint_of(path, run) or path
     if not path.exists():
         return ""
     weights = [path] if path.is_file() else sorted([*path.rglob("*.safetensors"), *path.rglob("*.distcp")])

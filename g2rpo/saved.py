@@ -2,7 +2,7 @@
 
 tiny, tiny@NAME, owner/model      the embedded model, the hub
 FOLDER with model_index.json      a base model or an export
-FOLDER with config.toml           a run: its newest checkpoint (or one RUN/checkpoints/step_…)
+FOLDER with config.toml           a run: its newest checkpoint (or RUN/best, or one RUN/checkpoints/step_…)
 a LoRA folder, a .safetensors     put onto `base`
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from g2rpo.checkpoint import latest_checkpoint, load_checkpoint
+from g2rpo.best import best_checkpoint
+from g2rpo.checkpoint import BEST, latest_checkpoint, load_checkpoint
 from g2rpo.config import read_settings
 from g2rpo.models import load_policy
 from g2rpo.models.files import transformer_config
@@ -90,7 +91,7 @@ def open_policy(
         "max_sequence_length": max_sequence_length,
         "sigma_rounding": sigma_rounding,
     }
-    run = _run_of(path)
+    run = run_of(path)
     if run is not None:
         policy, _, _ = open_run(path, **changes)
         return policy
@@ -99,7 +100,7 @@ def open_policy(
     own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
     own |= {name: record.get(name) for name in ("guidance", "resolution") if name in record}
     arguments = _given(own) | _given(changes)
-    if not _is_weights(path):
+    if not is_weights(path):
         return load_policy(str(model), **arguments)
     file = weight_file(path)
     adapters = file is not None and file.name in (LORA_FILE, COMFYUI_LORA_FILE)
@@ -121,10 +122,10 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
         ValueError: neither a run folder nor a checkpoint in one, or no checkpoint yet.
     """
     path = Path(path).expanduser()
-    run = _run_of(path)
+    run = run_of(path)
     if run is None:
         raise ValueError(f"{path} is neither a run folder (with config.toml) nor a checkpoint in one")
-    checkpoint = latest_checkpoint(run) if path == run else path
+    checkpoint = checkpoint_of(path, run)
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
     settings = read_settings(run)
@@ -159,13 +160,28 @@ def _given(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if value is not None}
 
 
-def _run_of(path: Path) -> Path | None:
+def run_of(path: Path) -> Path | None:
     """The run folder that `path` is, or is a checkpoint of."""
-    candidates = [path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])]
+    candidates = [
+        path,
+        *([path.parent] if path.name == BEST else []),
+        *([path.parent.parent] if path.parent.name == "checkpoints" else []),
+    ]
     return next((folder for folder in candidates if (folder / "config.toml").is_file()), None)
 
 
-def _is_weights(path: Path) -> bool:
+def checkpoint_of(path: Path, run: Path) -> Path | None:
+    """The checkpoint that RUN (its newest; None: there is none yet), RUN/best or its own path names.
+
+    Raises:
+        ValueError: RUN/best where none is kept, or a damaged checkpoint.
+    """
+    if path == run:
+        return latest_checkpoint(run)
+    return best_checkpoint(run) if path == run / BEST else path
+
+
+def is_weights(path: Path) -> bool:
     if path.is_dir():
         return weight_file(path) is not None or (
             (path / "config.json").is_file() and not (path / "model_index.json").is_file()

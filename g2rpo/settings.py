@@ -199,6 +199,8 @@ class Settings(BaseModel):
     """Newest checkpoints that stay."""
     keep_every: CountOrOff = 0
     """Checkpoints at multiples of this stay for good; 0 = none."""
+    keep_best: Text | None = None
+    """Judge (a reward that is evaluated) whose best checkpoint is written and stays: OUT/best names it."""
     rollout_batch: Count | Literal["auto"] = 24
     """Samples of one rollout forward, per process; memory grows with it, results change by rounding only.
     auto = the most that fit on every process, chosen at the start and kept with the run."""
@@ -261,6 +263,12 @@ class Settings(BaseModel):
             )
         if self.eval_every and self.eval_prompts is None:
             raise ValueError(f"eval_every={self.eval_every} needs eval_prompts, such as world:demo or a file")
+        if self.keep_best is not None:
+            judges = list(dict.fromkeys([*self.rewards, *self.eval_rewards]))
+            if self.keep_best not in judges:
+                raise ValueError(f"keep_best={self.keep_best!r} is not evaluated; take one of {judges}")
+            if not self.eval_every:
+                raise ValueError(f"keep_best={self.keep_best!r} needs evaluations: set eval_every")
         if self.lora_alpha is not None and not self.lora_rank:
             raise ValueError(
                 f"lora_alpha={self.lora_alpha} has no effect with lora_rank=0; set lora_rank or drop it"

@@ -22,6 +22,7 @@ import torch
 
 from g2rpo.algorithms import Algorithm
 from g2rpo.before_after import Change, Comparison
+from g2rpo.best import is_best, mark_best
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
@@ -174,16 +175,18 @@ class Trainer:
                 if self.step == 0 and self.comparison.sets:
                     progress.note("drawing with the untrained model")
                     self.comparison.draw_before(self.watcher, self.out)
-                self._watch(writer, progress, missing=self.step > 0)  # an interrupt may have cut it off
+                if self._watch(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
+                    self.save(best=True)
                 while self.step < last:
                     self._iterate(writer, progress, interrupt)
-                    self._watch(writer, progress)
-                    if self.step % settings.checkpoint_every == 0 or self.step == last:
+                    best = self._watch(writer, progress)
+                    if best or self.step % settings.checkpoint_every == 0 or self.step == last:
                         began = time.perf_counter()
                         with interrupt.deferred():  # half a checkpoint is none
-                            self.save()
+                            self.save(best=best)
                         self.saving = {"seconds_checkpoint": time.perf_counter() - began}
-                        progress.note(f"checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
+                        told = f"the best yet by {settings.keep_best}: " if best else ""
+                        progress.note(f"{told}checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
                     if any_process(interrupt.asked):
                         raise KeyboardInterrupt
                 if self.step == settings.iterations:
@@ -315,31 +318,27 @@ class Trainer:
                 f"{self.step} is in {self.out}"
             )
 
-    def save(self) -> None:
-        """A checkpoint of the iterations done, unless it is there already."""
+    def save(self, best: bool = False) -> None:
+        """A checkpoint of the iterations done, unless it is there already; `best`: RUN/best names it."""
         latest = latest_checkpoint(self.out)
         if latest is not None and latest.name == f"step_{self.step:06d}":
+            if best:
+                mark_best(self.out, self.step)
             return
-        state: dict[str, Any] = {
-            "module": self.policy.module,
-            "optimizer": self.optimizer,
-            "focus": self.focus,
-            "rollout_batch": self.rollout_batch,
-        }
-        save_checkpoint(
-            self.out,
-            self.step,
-            state | ({"ema": self.ema} if self.ema else {}),
-            keep_last=self.settings.keep_last,
-            keep_every=self.settings.keep_every,
-        )
+        state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
+        state |= {"focus": self.focus, "rollout_batch": self.rollout_batch}
+        state |= {"ema": self.ema} if self.ema else {}
+        keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
+        save_checkpoint(self.out, self.step, state, best=best, **keep)
 
-    def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> None:
-        ends = self.step in (0, self.settings.iterations)
+    def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> bool:
+        """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
+        judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with holding(self.parameters, self.ema):
             self.schedule.watch(
                 self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
+        return judge is not None and any_process(rank() == 0 and is_best(self.out, judge, self.step))
 
     def _after(self, progress: Progress) -> list[Change]:
         """The same pictures as before training, scored again: table, and pairs to look at."""

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from g2rpo import conditioning
 from g2rpo.__main__ import app
+from g2rpo.best import best_checkpoint
 from g2rpo.checkpoint import damage, latest_checkpoint
 from g2rpo.config import load_settings
 from g2rpo.distributed import sharding_mesh
@@ -114,7 +115,8 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
     settings = [f"cache={tmp_path / 'cache'}", "iterations=2", "prompts_per_iteration=4", "num_steps=4",
                 "num_sample_prompts=1",  # three processes draw nothing
                 "prompts=world:demo", "keep_last=3", "ema_decay=0.9", "tensorboard=false",
-                "max_sequence_length=8", "precision=float64"]  # fmt: skip
+                "eval_every=1", "eval_prompts=world:demo", "num_eval_prompts=2", "eval_num_steps=2",
+                "keep_best=colourfulness", "max_sequence_length=8", "precision=float64"]  # fmt: skip
     one, four = tmp_path / "one", tmp_path / "four"
     train(load_settings("flux_tiny_random", [*settings, f"out={one}"]))
     train_on(4, tmp_path, *settings, "shard_size=2", f"out={four}")
@@ -123,6 +125,7 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
     first, first_four = stored(one, 1, tmp_path), stored(four, 1, tmp_path)
     assert apart(gradients(first), gradients(first_four)) < 1e-8
     second, second_four = stored(one, 2, tmp_path), stored(four, 2, tmp_path)
+    assert best_checkpoint(one).name == best_checkpoint(four).name
     for part in ("module", "ema"):
         assert apart(second[part], second_four[part]) < 1e-8
         assert apart(first[part], second[part]) > 1e-6

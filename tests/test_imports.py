@@ -17,7 +17,7 @@ ROWS = [
     "policy models world rewards",
     "prompts conditioning tree explore rollout",
     "checkpoint metrics progress options recipe settings config",
-    "interrupt reward_stats saved pictures matching sample export",
+    "best interrupt reward_stats saved pictures matching sample export",
     "optimizer update watch before_after run guard embed memory focus",
     "trainer",
     "curves compare_tables compare_page arms side_by_side",
