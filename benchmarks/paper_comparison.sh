@@ -6,7 +6,7 @@
 #     tune, tune2, tune3, tune4
 #                   one seed: learning rate, eta and clip range of each method, prompts an iteration
 #     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
-#                   the models of seed 0 also in 4, 8, 16 and 32 steps, and side by side in a picture
+#                   models of seeds 0 to 2 also in 4, 8, 16 and 32 steps, those of seed 0 side by side in a picture
 #     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
 #     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
@@ -116,9 +116,11 @@ prompts_per_iteration=2 iterations=160 eval_every=40"
   compare 100
   ;;
 tune4)  # Flow-GRPO, for the stage rest
-  for lr in 5e-6 1e-5 2e-5; do arm "flow_lr$lr" "algorithm=flow_grpo eta=0.7 lr=$lr $long"; done
+  for lr in 5e-6 1e-5 2e-5 4e-5; do arm "flow_lr$lr" "algorithm=flow_grpo eta=0.7 lr=$lr $long"; done
+  for eta in 0.4 1.0; do arm "flow_lr2e-5_eta$eta" "algorithm=flow_grpo eta=$eta lr=2e-5 $long"; done
   arm flow_lr1e-5_eta1.0 "algorithm=flow_grpo eta=1.0 lr=1e-5 $long"
-  for lr in 1e-5 2e-5; do
+  arm flow_lr2e-5_clip1e-3 "algorithm=flow_grpo eta=0.7 lr=2e-5 clip_range=1e-3 $long"
+  for lr in 1e-5 2e-5 4e-5; do
     arm "fast_lr$lr" "algorithm=flow_grpo window=3 eta=1.0 lr=$lr $long"
   done
   compare 100
@@ -126,15 +128,23 @@ tune4)  # Flow-GRPO, for the stage rest
 joint)
   paper
   compare 0,1,2,3,4
-  models=(tiny) names=base
+  models=(tiny) names=base shown=(tiny) titles=base
   for arm in DanceGRPO MixGRPO G2RPO_1 G2RPO; do
-    if [ -d "$out/runs/$arm/0" ]; then models+=("$out/runs/$arm/0") names="$names,$arm"; fi
+    for seed in 0 1 2; do
+      if [ -f "$out/runs/$arm/$seed/finished" ]; then
+        models+=("$out/runs/$arm/$seed") names="$names,$arm.$seed"
+        if [ $seed = 0 ]; then shown+=("$out/runs/$arm/0") titles="$titles,$arm"; fi
+      fi
+    done
   done
   if [ ${#models[@]} -gt 1 ]; then
     python -m g2rpo evaluate "${models[@]}" --labels "$names" --prompts world:heldout --limit 256 \
       --guidance 1 --precision tf32 --rewards tiny_preference,tiny_clip,verifier,verifier_strict \
       --steps 4,8,16,32 --batch 256 --out "$out/steps"
-    python -m g2rpo gallery "${models[@]}" --labels "$names" --prompts world:heldout --limit 6 \
+    python benchmarks/steps_table.py "$out/steps"
+  fi
+  if [ ${#shown[@]} -gt 1 ]; then
+    python -m g2rpo gallery "${shown[@]}" --labels "$titles" --prompts world:heldout --limit 6 \
       --guidance 1 --precision tf32 --steps 10 --out "$out/gallery"
   fi
   ;;

@@ -83,6 +83,7 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
     sys.path.append(os.getcwd())  # as `python -m g2rpo` has it: rewards.my_file:score=1 finds ./my_file.py
+    from g2rpo.best import kept_best
     from g2rpo.trainer import train as train_run
 
     run = train_run(settings)
@@ -99,9 +100,8 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     print(f"{run.out} holds the run. Draw with it beside its base, or take the model out of it:")
     print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {walk}")
     print(f"  g2rpo export {out}")
-    if settings.keep_best and (best := run.out / "best").is_file():
-        step = best.read_text(encoding="utf-8").strip()
-        print(f"  g2rpo export {out}/best --out FOLDER    # {step}, the best by {settings.keep_best}")
+    if settings.keep_best and (kept := kept_best(run.out))[0]:
+        print(f"  g2rpo export {out}/best    # {kept[0]}, the best by {kept[1]}")
 
 
 @app.command()
@@ -274,7 +274,9 @@ def export(
     run: Annotated[
         Path, typer.Argument(help="Run folder (its newest checkpoint), RUN/best, or one checkpoint in it.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write. Default: RUN/export or RUN/export_best.")
+    ] = None,
     layout: Annotated[
         Literal["auto", "diffusers", "lora", "single_file", "comfyui"],
         typer.Option(

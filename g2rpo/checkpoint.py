@@ -14,7 +14,6 @@ Optimizer settings are pickled by torch: load only checkpoints that you trust.
 import json
 import logging
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -35,10 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from g2rpo.distributed import barrier, gathered, local, random_state, rank, set_random_state
+from g2rpo.pointers import BEST, LATEST, STEP, point, read_best, step_name, sync_folder, write_synced
 
-FOLDER = re.compile(r"step_(\d{6,})")
 FILES = "files"  # in state.json: the sizes of the files beside it
-BEST = "best"
 LOG = logging.getLogger(__name__)
 HEADROOM_BYTES = 64 * 2**20
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
@@ -55,7 +53,7 @@ class Stateful(Protocol):
 
 def save_checkpoint(
     out: str | Path, iteration: int, state: Mapping[str, Any], *,
-    keep_last: int = 2, keep_every: int = 0, best: bool = False,
+    keep_last: int = 2, keep_every: int = 0, best: str | None = None,
 ) -> Path:  # fmt: skip
     """Writes RUN/checkpoints/step_<iteration>, points `latest` at it and removes what need not stay.
 
@@ -66,7 +64,7 @@ def save_checkpoint(
             a state_dict of plain numbers (a schedule), and plain JSON values (position, settings).
         keep_last: newest checkpoints that stay, >= 1.
         keep_every: those at multiples of this stay as well; 0 = none.
-        best: RUN/best names this one from now on, and it stays until another is the best.
+        best: the judge by whom it is the best: RUN/best names it, and it stays until another is better.
 
     Raises:
         ValueError: keep_last < 1, too little free space, or a value that is none of the above.
@@ -74,7 +72,7 @@ def save_checkpoint(
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint must stay")
     checkpoints = Path(out) / "checkpoints"
-    final = checkpoints / f"step_{iteration:06d}"
+    final = checkpoints / step_name(iteration)
     unfinished = checkpoints / f"{final.name}.tmp"
     tensors = {name: _tensors(value, state) for name, value in state.items() if _is_tensors(value)}
     rest = {name: _plain(name, value) for name, value in state.items() if not _is_tensors(value)}
@@ -90,26 +88,19 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished, thread_count=_writers()))
     if rank() == 0:
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
-        _write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
+        write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
         if final.exists():  # a run that went on from an earlier checkpoint comes by here again
             replaced = final.with_name(f"{final.name}.old.tmp")
             os.replace(final, replaced)
             shutil.rmtree(replaced)
         os.replace(unfinished, final)
-        _sync_folder(checkpoints)
-        for pointer in ("latest", *([BEST] if best else [])):
-            point(Path(out) / pointer, final.name)
+        sync_folder(checkpoints)
+        point(Path(out) / LATEST, final.name)
+        if best is not None:
+            point(Path(out) / BEST, final.name, best)
         _prune(checkpoints, iteration, keep_last, keep_every)
     barrier()
     return final
-
-
-def point(pointer: Path, name: str) -> None:
-    """Lets RUN/latest or RUN/best name a checkpoint, in one step."""
-    unfinished = pointer.with_name(f"{pointer.name}.tmp")
-    _write_synced(unfinished, name + "\n")
-    os.replace(unfinished, pointer)
-    _sync_folder(pointer.parent)
 
 
 def _writers() -> int:
@@ -126,7 +117,7 @@ def latest_checkpoint(out: str | Path) -> Path | None:
     Raises:
         ValueError: the checkpoint that `latest` names is damaged, and none before it is whole.
     """
-    latest = Path(out) / "latest"
+    latest = Path(out) / LATEST
     if not latest.exists():
         return None
     name = latest.read_text(encoding="utf-8").strip()
@@ -134,7 +125,7 @@ def latest_checkpoint(out: str | Path) -> Path | None:
     problem = damage(path)
     if not problem:
         return path
-    newest = int(match[1]) if (match := FOLDER.fullmatch(name)) else None
+    newest = int(match[1]) if (match := STEP.fullmatch(name)) else None
     for step, found in reversed(_named(path.parent)):
         if (newest is None or step < newest) and not damage(found):
             LOG.warning("%s names %s: %s; going on from %s", latest, name, problem, found.name)
@@ -147,7 +138,7 @@ def latest_checkpoint(out: str | Path) -> Path | None:
 
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint's files, in words; empty for a whole one. Reads sizes, not contents."""
-    if not FOLDER.fullmatch(path.name) or not path.is_dir():
+    if not STEP.fullmatch(path.name) or not path.is_dir():
         return "no such checkpoint"
     try:
         sizes = read_state(path).get(FILES, {})
@@ -306,14 +297,13 @@ def _check_space(folder: Path, bytes_here: int) -> None:
 
 def _named(checkpoints: Path) -> list[tuple[int, Path]]:
     """Checkpoints, oldest first: a name without .tmp was given when all was written."""
-    found = [(FOLDER.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
+    found = [(STEP.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> None:
     steps = [(step, path) for step, path in _named(checkpoints) if step <= newest]
-    pointer = checkpoints.parent / BEST
-    best = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    best, _ = read_best(checkpoints.parent)
     for step, path in steps[:-keep_last]:
         if path.name != best and (not keep_every or step % keep_every):
             # Renamed first: a removal that is killed half-way must not look like a checkpoint.
@@ -330,18 +320,3 @@ def _single_process_is_meant() -> Iterator[None]:
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
         yield
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -236,9 +236,9 @@ def how_to_read(compared: Compared) -> list[str]:
         "three more (its backward is worth two), and further passes over it as one each.",
         "A training reward is the mean over all pictures of an iteration, noisy paths and coarse tails "
         "included, so it compares seeds and settings of one method; between methods compare evaluations.",
-        "Who reaches whose best: on the mean over seeds, iteration by iteration. “20 of 80 (0.25×)”: A is "
-        "first at least as high as B's highest value after 20, B itself after 80. Costs are the seeds' means "
-        "up to that iteration, in the curves too.",
+        "Who reaches whose best: on the mean over seeds, iteration by iteration, between evaluations along a "
+        "straight line. “20 of 80 (0.25×)”: A is first at least as high as B's highest value after 20, B "
+        "itself after 80. Costs are the seeds' means up to that iteration, in the curves too.",
         "Time compares only where the runs had the same machine to themselves in the same way.",
     ]
 

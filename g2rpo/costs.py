@@ -279,7 +279,8 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
     master = 8 if settings.precision == "float64" else 4
     moments = 2 * master  # written in full also where they are kept in 8 bits
     one = trained * (master + moments + (master if settings.ema_decay else 0))
-    written = settings.iterations // settings.checkpoint_every
+    judged = settings.eval_every if settings.keep_best is not None else 0  # each may be the best yet
+    written = settings.iterations // math.gcd(settings.checkpoint_every, judged)
     kept = min(settings.keep_last, max(written, 1))
     if settings.keep_every:
         kept += settings.iterations // settings.keep_every

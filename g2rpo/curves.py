@@ -164,13 +164,19 @@ class Reach:
 
 
 def reach(a: Band, b: Band) -> Reach | None:
-    """The first iteration in which A's mean curve is as high as the best of B's; None for empty bands."""
+    """The first iteration in which A's mean curve is as high as the best of B's; None for empty bands.
+
+    Between evaluations A's curve and its costs are interpolated linearly, to whole iterations: how often an
+    arm was evaluated must not decide.
+    """
     if not len(a.mean) or not len(b.mean):
         return None
 
-    def place(one: Band, i: int) -> dict[str, float]:
-        return {axis: float(one.x[axis][i]) for axis in AXES}
+    def place(one: Band, step: float) -> dict[str, float]:
+        return {axis: float(np.interp(step, one.x["step"], one.x[axis])) for axis in AXES}
 
     top = int(np.argmax(b.mean))
-    there = np.flatnonzero(a.mean >= b.mean[top])
-    return Reach(float(b.mean[top]), place(b, top), place(a, int(there[0])) if len(there) else None)
+    steps = np.arange(a.x["step"][0], a.x["step"][-1] + 1)
+    there = np.flatnonzero(np.interp(steps, a.x["step"], a.mean) >= b.mean[top])
+    reached = place(a, steps[there[0]]) if len(there) else None
+    return Reach(float(b.mean[top]), place(b, b.x["step"][top]), reached)

@@ -29,6 +29,7 @@ from g2rpo.models.layout import to_original
 from g2rpo.models.lora_layout import lora_to_comfyui
 from g2rpo.models.tiny import is_tiny
 from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, SINGLE_FILE
+from g2rpo.pointers import BEST
 from g2rpo.saved import EXPORT_FILE, open_run, run_of
 from g2rpo.settings import Settings
 
@@ -47,7 +48,7 @@ def export_run(
     kind: Kind = "auto",
     dtype: str = "float32",
 ) -> Path:
-    """Exports a run's newest checkpoint, RUN/best, or one checkpoint of it, to `out` (None: RUN/export).
+    """Exports a run's newest checkpoint, or RUN/best, or one of it, to `out` (None: RUN/export[_best]).
 
     Args:
         kind: one of `Kind`; "auto" is lora for runs that trained adapters, else diffusers.
@@ -66,7 +67,7 @@ def export_run(
     iteration = int(state["iteration"])
     return export_policy(
         policy,
-        Path(out) if out is not None else folder / "export",
+        Path(out) if out is not None else folder / ("export_best" if Path(run).name == BEST else "export"),
         settings=settings,
         metrics=[line for line in metrics if line.get("step", 0) <= iteration],
         iteration=iteration,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.checkpoint import BEST
 from g2rpo.config import read_settings
 from g2rpo.models.files import local_folder, transformer_config
+from g2rpo.pointers import BEST
 from g2rpo.saved import CONDITIONS, checkpoint_of, export_record, is_weights, run_of
 
 
@@ -71,6 +71,8 @@ def _short(model: str) -> str:
         return f"{path.parent.name}_{path.name}"
     if path.name in ("export", "") and path.parent.name:
         return path.parent.name
+    if path.name == f"export_{BEST}":
+        return f"{path.parent.name}_{BEST}"
     return path.stem if path.suffix == ".safetensors" else path.name
 
 

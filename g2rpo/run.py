@@ -15,6 +15,7 @@ from g2rpo.config import check_same_run, read_settings
 from g2rpo.distributed import world_size
 from g2rpo.metrics import read_metrics
 from g2rpo.options import make_algorithm
+from g2rpo.pointers import BEST
 from g2rpo.policy import Policy
 from g2rpo.settings import Settings
 
@@ -26,6 +27,8 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
         ValueError: a run of other settings, one that is further already, or none where one must be.
     """
     out = Path(settings.out).expanduser()
+    if settings.keep_best is not None and (out / BEST).is_dir():
+        raise ValueError(f"{out / BEST} is a folder, and keep_best needs that name: move it away")
     begun = (out / "config.toml").is_file()
     checkpoint = latest_checkpoint(out)
     if settings.resume == "never" and (begun or checkpoint is not None):

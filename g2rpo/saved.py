@@ -16,13 +16,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from g2rpo.best import best_checkpoint
-from g2rpo.checkpoint import BEST, latest_checkpoint, load_checkpoint
+from g2rpo.checkpoint import damage, latest_checkpoint, load_checkpoint
 from g2rpo.config import read_settings
 from g2rpo.models import load_policy
 from g2rpo.models.files import transformer_config
 from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
 from g2rpo.models.network import Training, bare_network
 from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
+from g2rpo.pointers import BEST
 from g2rpo.settings import Settings
 
 EXPORT_FILE = "g2rpo.json"
@@ -132,9 +133,14 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
     # The checkpoint holds all that was trained: without adapters nothing of `weights` is left.
     own = settings if settings.lora_rank else settings.model_copy(update={"weights": None})
     policy = policy_of(own, **changes)
-    state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
-    if settings.ema_decay:
-        _load_ema(policy, checkpoint)
+    try:
+        state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
+        if settings.ema_decay:
+            _load_ema(policy, checkpoint)
+    except Exception as error:
+        if problem := damage(checkpoint):  # a run that goes on removes what need not stay
+            raise ValueError(f"{checkpoint} changed while it was read ({problem}); try again") from error
+        raise
     return policy, settings, state
 
 
@@ -164,7 +170,7 @@ def run_of(path: Path) -> Path | None:
     """The run folder that `path` is, or is a checkpoint of."""
     candidates = [
         path,
-        *([path.parent] if path.name == BEST else []),
+        *([path.parent] if path.name == BEST and not path.is_dir() else []),
         *([path.parent.parent] if path.parent.name == "checkpoints" else []),
     ]
     return next((folder for folder in candidates if (folder / "config.toml").is_file()), None)

@@ -266,9 +266,11 @@ class Settings(BaseModel):
         if self.keep_best is not None:
             judges = list(dict.fromkeys([*self.rewards, *self.eval_rewards]))
             if self.keep_best not in judges:
-                raise ValueError(f"keep_best={self.keep_best!r} is not evaluated; take one of {judges}")
+                raise ValueError(
+                    f"keep_best={self.keep_best!r} is not evaluated; take none or one of {judges}"
+                )
             if not self.eval_every:
-                raise ValueError(f"keep_best={self.keep_best!r} needs evaluations: set eval_every")
+                raise ValueError(f"keep_best={self.keep_best!r} needs evaluations: set eval_every, or none")
         if self.lora_alpha is not None and not self.lora_rank:
             raise ValueError(
                 f"lora_alpha={self.lora_alpha} has no effect with lora_rank=0; set lora_rank or drop it"

@@ -22,7 +22,7 @@ import torch
 
 from g2rpo.algorithms import Algorithm
 from g2rpo.before_after import Change, Comparison
-from g2rpo.best import is_best, mark_best
+from g2rpo.best import is_best, mark_best, settle_best
 from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
@@ -168,7 +168,8 @@ class Trainer:
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             progress.note(described(settings, self.policy, self.parameters, self.step))
-            for note in (self.prompt_report, *(reward.describe() for reward in self.rewards.values())):
+            about = settle_best(self.out, settings.keep_best, self.step)
+            for note in (about, self.prompt_report, *(one.describe() for one in self.rewards.values())):
                 if note:
                     progress.note(note)
             try:
@@ -320,16 +321,14 @@ class Trainer:
 
     def save(self, best: bool = False) -> None:
         """A checkpoint of the iterations done, unless it is there already; `best`: RUN/best names it."""
-        latest = latest_checkpoint(self.out)
+        latest, judge = latest_checkpoint(self.out), self.settings.keep_best if best else None
         if latest is not None and latest.name == f"step_{self.step:06d}":
-            if best:
-                mark_best(self.out, self.step)
-            return
+            return mark_best(self.out, self.step, judge) if judge is not None else None
         state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
         state |= {"focus": self.focus, "rollout_batch": self.rollout_batch}
         state |= {"ema": self.ema} if self.ema else {}
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
-        save_checkpoint(self.out, self.step, state, best=best, **keep)
+        save_checkpoint(self.out, self.step, state, best=judge, **keep)
 
     def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> bool:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""

@@ -89,6 +89,11 @@ def test_who_reaches_whose_best():
     assert found.best == 5 and found.own == {"step": 4, "nfe": 40, "compute": 160, "seconds": 8}
     assert found.reached == {"step": 2, "nfe": 60, "compute": 120, "seconds": 4}  # equal counts as reached
     assert found.share("step") == 0.5 and found.share("nfe") == 1.5
+    seldom = band([curves_of(lines([0.0] * 8, nfe=10, evals=[(0, 0.0), (8, 8.0)]))["eval/e"]])
+    between = reach(seldom, slow)  # 5 after 5 of 8 iterations, not at the next evaluation
+    assert between.reached == {"step": 5, "nfe": 50, "compute": 200, "seconds": 10}
+    halves = reach(band([curves_of(lines([0.0] * 4, evals=[(0, 0.0), (4, 8.0)]))["eval/e"]]), slow)
+    assert halves.reached["step"] == 3  # 5 after 2.5 iterations: the first whole one
     never = reach(slow, quick)
     assert never.reached is None and never.share("step") is None and never.own["step"] == 3
     falling = curves_of(lines([0.0], evals=[(0, 3.0), (1, 1.0)]))["eval/e"]

@@ -16,7 +16,7 @@ ROWS = [
     "distributed noise stopwatch",
     "policy models world rewards",
     "prompts conditioning tree explore rollout",
-    "checkpoint metrics progress options recipe settings config",
+    "pointers checkpoint metrics progress options recipe settings config",
     "best interrupt reward_stats saved pictures matching sample export",
     "optimizer update watch before_after run guard embed memory focus",
     "trainer",

@@ -117,6 +117,10 @@ def test_inputs_must_belong_together():
         ("my_rewards:brightnes", "has no 'brightnes'; did you mean 'brightness'"),
         ("my_rewards:number", "is a int; a reward must be callable"),
         ("my_rewards:", "is not module:attribute"),
+        (
+            "collections:deque",
+            "'collections:deque' cannot be made: no signature .*; name a function",
+        ),
     ],
 )
 def test_names_that_lead_nowhere(own_rewards, name, message):

@@ -1,0 +1,112 @@
+"""benchmarks/paper_comparison.sh: its arms are settings that exist, and those whose runs are committed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from g2rpo.arms import read_arms, read_words
+from g2rpo.config import identity, read_settings
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "compare"
+RUNS_OF = {"tune": "search1", "tune2": "search2", "tune3": "search3", "tune4": "search4"}
+STAGES = [*RUNS_OF, "joint", "single", "lambda", "rest", "more"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # the arms' recipe is named from there
+
+
+def calls(tmp_path, *words, **environment):
+    """What the script would call: it finds a `python` that writes down its words."""
+    fake = tmp_path / "bin" / "python"
+    fake.parent.mkdir()
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" "" >> "$(dirname "$0")/calls"\n')
+    fake.chmod(0o755)
+    script = ["bash", str(ROOT / "benchmarks" / "paper_comparison.sh"), *words, str(tmp_path / "out")]
+    path = f"{fake.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        script, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True
+    )
+    file = fake.parent / "calls"
+    found = file.read_text().removesuffix("\0\0").split("\0\0") if file.is_file() else []
+    return done, [call.split("\0") for call in found]
+
+
+def arms_of(call):
+    """Arm name -> its settings for seed 0, and the seeds, of a call of `g2rpo compare`."""
+    assert call[:3] == ["-m", "g2rpo", "compare"]
+    options: dict[str, list[str]] = {}
+    words, rest = [], iter(call[3:])
+    for word in rest:
+        if word.startswith("--"):
+            options.setdefault(word, []).append(next(rest))
+        else:
+            words.append(word)
+    assert read_words(words)[0] == []
+    arms = read_arms(options["--arm"], words, [])
+    return {arm.name: arm.settings(0, Path("out")) for arm in arms}, options["--seeds"][0].split(",")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_arms_are_those_whose_runs_are_committed(stage, tmp_path):
+    done, made = calls(tmp_path, stage)
+    assert done.returncode == 0, done.stderr
+    arms, seeds = arms_of(made[0])
+    committed = RESULTS / RUNS_OF.get(stage, stage)
+    apart = {"seed": 0, "iterations": 0, "out": ""}
+    there = {path.name for path in committed.iterdir()}
+    assert there <= set(arms), "runs of arms that the script does not have"
+    for name in there:
+        for seed in (committed / name).iterdir():
+            ran = read_settings(seed)
+            assert identity(ran) | apart == identity(arms[name]) | apart, f"{stage}/{name}/{seed.name}"
+            assert str(ran.seed) == seed.name
+            # The first search was to be longer: the clock stopped it.
+            assert ran.iterations == arms[name].iterations or stage == "tune"
+    if stage not in RUNS_OF:
+        for name in arms:
+            assert {seed.name for seed in (committed / name).iterdir()} >= set(seeds), f"{stage}/{name}"
+
+
+def test_the_control_variate(tmp_path):
+    done, made = calls(tmp_path, "variate", SEEDS="4")
+    assert done.returncode == 0 and len(made) == 2
+    for call, coarse in zip(made, ("3", "2"), strict=True):
+        assert call[0] == "benchmarks/control_variate.py" and call[call.index("--coarse") + 1] == coarse
+        assert call[call.index("--seeds") + 1] == "4"
+        ran = read_settings(RESULTS / "variate" / f"controlled{coarse}" / "0")
+        size = int(call[call.index("--group-size") + 1])
+        assert (ran.group_size, ran.granularities) == (size, [1, int(coarse)])
+
+
+def test_some_arms_and_other_seeds(tmp_path):
+    done, made = calls(tmp_path, "lambda", ONLY="L2|L1_.*", SEEDS="7,8")
+    assert done.returncode == 0
+    arms, seeds = arms_of(made[0])
+    assert (list(arms), seeds) == (["L2", "L1_G16"], ["7", "8"])
+
+
+@pytest.mark.parametrize(
+    "words, environment, said",
+    [(["lambda"], {"ONLY": "L9"}, "no arm of lambda is called L9"), (["lamda"], {}, "no such stage: lamda")],
+)
+def test_what_it_does_not_have(words, environment, said, tmp_path):
+    done, made = calls(tmp_path, *words, **environment)
+    assert (done.returncode, made) == (2, []) and said in done.stderr
+
+
+def test_the_table_of_steps():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/steps_table.py", "results/compare/joint_steps"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    found = json.loads((RESULTS / "joint_steps" / "results.json").read_text())["steps"]["4"]["MixGRPO"]
+    gain = found["verifier"]["difference"]
+    assert f"| {gain['mean']:+.4f} [{gain['low']:.4f}, {gain['high']:.4f}] |" in done.stdout
+    assert "| steps | judge | base | DanceGRPO (1) | MixGRPO (1) | G2RPO_1 (1) | G2RPO (1) |" in done.stdout
