@@ -19,12 +19,10 @@ from g2rpo.metrics import read_metrics
 from g2rpo.pointers import BEST, STEP, point, read_best, step_name
 
 
-def evaluated(out: str | Path, judge: str) -> dict[int, float]:
-    """Iteration -> its evaluation by a reward, of all that are of the newest one's kind."""
+def _evaluated(out: str | Path, judge: str) -> dict[int, float]:
+    """Iteration -> its evaluation by a reward, of whatever kind."""
     lines = read_metrics(Path(out) / "metrics.jsonl")
-    found = {line["step"]: v for line in lines if (v := line.get(f"eval/{judge}")) is not None}
-    kinds = {step: _kind(Path(out), step, judge) for step in found}
-    return {step: value for step, value in found.items() if kinds[step] == kinds[max(found)]}
+    return {line["step"]: value for line in lines if (value := line.get(f"eval/{judge}")) is not None}
 
 
 def _kind(out: Path, step: int, judge: str) -> list[Any]:
@@ -41,10 +39,13 @@ def is_best(out: str | Path, judge: str, iteration: int) -> bool:
     Args:
         out: run folder. judge: its name, as in eval/<judge>. iteration: after which it was made.
     """
-    values = evaluated(out, judge)
+    values = _evaluated(out, judge)
+    if iteration == 0 or iteration not in values:
+        return False
     kept = STEP.fullmatch(read_best(out)[0])
-    rivals = [values.get(step, -math.inf) for step in (0, int(kept[1]) if kept else 0) if step != iteration]
-    return iteration > 0 and iteration in values and all(values[iteration] > rival for rival in rivals)
+    rivals = {0, int(kept[1]) if kept else 0} & values.keys() - {iteration}
+    here = _kind(Path(out), iteration, judge)
+    return all(values[iteration] > values[r] for r in rivals if _kind(Path(out), r, judge) == here)
 
 
 def mark_best(out: str | Path, iteration: int, judge: str) -> None:
@@ -65,7 +66,9 @@ def settle_best(out: str | Path, judge: str | None, iteration: int) -> str:
     if rank() != 0 or (judge is None and iteration > 0):
         return ""
     pointer = Path(out) / BEST
-    values = evaluated(out, judge) if judge is not None and iteration > 0 else {}
+    values = _evaluated(out, judge) if judge is not None and iteration > 0 else {}
+    kinds = {step: _kind(Path(out), step, str(judge)) for step in values}
+    values = {step: value for step, value in values.items() if kinds[step] == kinds[max(kinds)]}
     base = values.pop(0, -math.inf)
     better = sorted((step for step, value in values.items() if value > base), key=lambda s: -values[s])
     whole = [step for step in better if not damage(Path(out) / "checkpoints" / step_name(step))]

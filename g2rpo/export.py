@@ -61,13 +61,13 @@ def export_run(
     """
     # A base stored in 8 bits was the run's; adapters and merged weights go out on the base itself.
     policy, settings, state = open_run(run, device="cpu", precision="float32", base_dtype="compute")
-    folder = run_of(Path(run).expanduser()) or Path(run)
-    metrics_file = folder / "metrics.jsonl"
-    metrics = read_metrics(metrics_file) if metrics_file.is_file() else []
+    opened = Path(run).expanduser()
+    folder = run_of(opened) or opened
+    metrics = read_metrics(file) if (file := folder / "metrics.jsonl").is_file() else []
     iteration = int(state["iteration"])
     return export_policy(
         policy,
-        Path(out) if out is not None else folder / ("export_best" if Path(run).name == BEST else "export"),
+        Path(out) if out is not None else folder / ("export_best" if opened == folder / BEST else "export"),
         settings=settings,
         metrics=[line for line in metrics if line.get("step", 0) <= iteration],
         iteration=iteration,

@@ -65,7 +65,7 @@ def _short(model: str) -> str:
     path = Path(model)
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}_{path.name}"
-    if path.name == BEST and path.parent.name:
+    if path.name == BEST and path.parent.name and not path.expanduser().is_dir():
         return f"{_short(str(path.parent))}_{BEST}"
     if path.name.isdigit() and path.parent.name:  # of a comparison: ARM/SEED
         return f"{path.parent.name}_{path.name}"

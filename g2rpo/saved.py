@@ -133,12 +133,13 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
     # The checkpoint holds all that was trained: without adapters nothing of `weights` is left.
     own = settings if settings.lora_rank else settings.model_copy(update={"weights": None})
     policy = policy_of(own, **changes)
+    torn = damage(checkpoint)  # told as it always was
     try:
         state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
         if settings.ema_decay:
             _load_ema(policy, checkpoint)
     except Exception as error:
-        if problem := damage(checkpoint):  # a run that goes on removes what need not stay
+        if (problem := damage(checkpoint)) and not torn:  # a run that goes on removes what need not stay
             raise ValueError(f"{checkpoint} changed while it was read ({problem}); try again") from error
         raise
     return policy, settings, state

@@ -334,10 +334,12 @@ class Trainer:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with holding(self.parameters, self.ema):
-            self.schedule.watch(
+            evaluated = self.schedule.watch(
                 self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
-        return judge is not None and any_process(rank() == 0 and is_best(self.out, judge, self.step))
+        if judge is None or not evaluated:
+            return False
+        return any_process(rank() == 0 and is_best(self.out, judge, self.step))
 
     def _after(self, progress: Progress) -> list[Change]:
         """The same pictures as before training, scored again: table, and pairs to look at."""

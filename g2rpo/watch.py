@@ -190,8 +190,8 @@ class Schedule:
         *,
         ends: bool,
         missing: bool = False,
-    ) -> None:
-        """Evaluation and grid where they are due.
+    ) -> bool:
+        """Evaluation and grid where they are due. Returns whether there was an evaluation.
 
         Args:
             ends: this is the first or the last iteration.
@@ -203,6 +203,7 @@ class Schedule:
             lines = read_metrics(out / "metrics.jsonl")
             judge &= not any(line["step"] == step and is_evaluation(line) for line in lines)
             show &= not (folder / "grid.png").is_file()
+        judge &= self.evaluated is not None
         if self.evaluated is not None and judge:
             evaluation = watcher.evaluate(self.evaluated, out, step)
             writer.write({"step": step, **evaluation})
@@ -213,6 +214,7 @@ class Schedule:
             writer.images("samples", step, torch.cat(list(images), dim=2))
             if rank() == 0:
                 write_grid(folder, self.shown, images, {"step": step, "num_steps": watcher.num_steps})
+        return judge
 
 
 def _due(step: int, every: int) -> bool:

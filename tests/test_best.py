@@ -99,6 +99,12 @@ def test_every_command_knows_its_name(train):
     assert json.loads((folder / "g2rpo.json").read_text())["iteration"] == 1
 
 
+def test_a_run_that_is_called_best(train):
+    done = train([0.5, 0.6], "best", iterations=1)
+    assert export_run(done.out) == done.out / "export" and labels_of([str(done.out)]) == ["best"]
+    assert export_run(done.out / "best") == done.out / "export_best"
+
+
 def test_the_command_says_so(judge, tmp_path):
     judge.says = [0.5, 0.8, 0.7]
     values = RUN | {

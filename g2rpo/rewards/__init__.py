@@ -79,16 +79,14 @@ def load_reward(name: str, device: torch.device, options: Options | None = None)
         raise ValueError(f"reward {name!r} is a function, which takes no options; make it a class for those")
     if isinstance(target, type):
         try:
-            inspect.signature(target)
+            signature = inspect.signature(target)
         except ValueError as error:  # of a class in C
             raise ValueError(
                 f"reward {name!r} cannot be made: {error}; name a function, or a class written in Python"
             ) from error
-    if options:
         _check_options(name, target, options)
-    if isinstance(target, type):
         try:
-            inspect.signature(target).bind(device, **options)
+            signature.bind(device, **options)
         except TypeError as error:
             raise ValueError(
                 f"reward {name!r} cannot be made: {error}; "
