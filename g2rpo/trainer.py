@@ -4,7 +4,8 @@
 
 The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run
 writes its folder as it goes and can be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but
-never an update, and leaves a checkpoint from which the same command goes on with the same numbers.
+never an update, and leaves a checkpoint from which the same command goes on with the same numbers. A second
+one, seconds later, ends it at once, with the checkpoint before.
 
 Started by torchrun, each process explores its share of an iteration's prompts; what all of them must know
 (rewards, for the advantages and the metrics) is gathered, and the first process writes.
@@ -30,7 +31,6 @@ from g2rpo.distributed import (
     barrier,
     end_processes,
     gathered,
-    local,
     rank,
     seed_everything,
     sharding_mesh,
@@ -40,7 +40,7 @@ from g2rpo.distributed import (
 from g2rpo.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.explore import sample
 from g2rpo.focus import Focus
-from g2rpo.interrupt import Interrupt, interruptible
+from g2rpo.interrupt import interruptible
 from g2rpo.memory import agreed_rollout_batch
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models import resolve_device
@@ -52,12 +52,12 @@ from g2rpo.prompts import PromptStream, read_prompts
 from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
-from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described, mark_finished
+from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described, interrupted, mark_finished, not_finite
 from g2rpo.saved import check_weights, policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
 from g2rpo.stopwatch import Stopwatch, peak_memory
-from g2rpo.update import NotFinite, advantages_of, holding, reference_of, rows_of, update
+from g2rpo.update import NotFinite, advantages_of, follow, holding, reference_of, rows_of, update
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
 
 
@@ -71,9 +71,7 @@ def train(settings: Settings) -> Run:
     try:
         return Trainer(settings).run()
     except EmbeddingInterrupted:
-        out = Path(settings.out).expanduser()
-        kept = latest_checkpoint(out)
-        return Run(out, read_state(kept)["iteration"] if kept else 0, False, True)
+        return interrupted(Path(settings.out).expanduser())
     finally:
         end_processes()
 
@@ -136,6 +134,7 @@ class Trainer:
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
         self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
         self.step = 0
+        self.whole = True  # all of the state is that of `step` iterations
         self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
         self.watcher = Watcher(
             self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
@@ -167,6 +166,7 @@ class Trainer:
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
+            self.interrupt = interrupt
             progress.note(described(settings, self.policy, self.parameters, self.step))
             about = settle_best(self.out, settings.keep_best, self.step)
             for note in (about, self.prompt_report, *(one.describe() for one in self.rewards.values())):
@@ -179,7 +179,7 @@ class Trainer:
                 if self._watch(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
                     self.save(best=True)
                 while self.step < last:
-                    self._iterate(writer, progress, interrupt)
+                    self._iterate(writer, progress)
                     best = self._watch(writer, progress)
                     if best or self.step % settings.checkpoint_every == 0 or self.step == last:
                         began = time.perf_counter()
@@ -193,27 +193,32 @@ class Trainer:
                 if self.step == settings.iterations:
                     changes = self._after(progress)
             except KeyboardInterrupt:
-                self.save()
-                progress.note(f"interrupted; {self.step} iterations are saved, the same command goes on")
-                return Run(self.out, self.step, False, True)
+                return self._stopped(progress)
             except NotFinite as error:
                 if error.steps_done == 0:  # else the weights are half an update on
                     self.save()
-                kept = latest_checkpoint(self.out)
-                raise RunStopped(
-                    f"iteration {self.step + 1}: {error}. "
-                    f"{f'The newest checkpoint is {kept}' if kept else 'There is no checkpoint yet'}; "
-                    "the same command would end here again: start another out=FOLDER with a lower lr, or "
-                    "look at the rewards of that iteration"
-                ) from error
+                raise not_finite(self.out, self.step + 1, error) from error
         if rank() == 0:
             write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
             if self.step == settings.iterations:
                 mark_finished(self.out, self.step)
         return Run(self.out, self.step, self.step == settings.iterations, False, changes)
 
-    def _iterate(self, writer: MetricsWriter, progress: Progress, interrupt: Interrupt) -> None:
-        began = time.perf_counter()
+    def _stopped(self, progress: Progress) -> Run:
+        """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
+        try:
+            if self.whole:
+                with self.interrupt.deferred():
+                    self.save()
+        except KeyboardInterrupt:
+            pass
+        stopped = interrupted(self.out)
+        lost = f" (of {self.step}: not all could be)" if stopped.step < self.step else ""
+        progress.note(f"interrupted; {stopped.step} iterations are saved{lost}, the same command goes on")
+        return stopped
+
+    def _iterate(self, writer: MetricsWriter, progress: Progress) -> None:
+        began, interrupt = time.perf_counter(), self.interrupt
         with interrupt.deferred(), self.policy.resident():  # all gather the weights together
             rollouts, cond, told = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
@@ -221,6 +226,7 @@ class Trainer:
             metrics = {"step": self.step, "seconds": time.perf_counter() - began, **told, **learned}
             writer.write(metrics | self.saving | peak_memory(self.policy.device))
             self.saving = {}
+            self.whole = True
         progress.update(metrics)
 
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
@@ -280,6 +286,7 @@ class Trainer:
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
         set_learning_rate(self.optimizer, rate)
+        self.whole = False
         learned = update(
             self.policy,
             algorithm,
@@ -291,20 +298,12 @@ class Trainer:
             update_batch=settings.update_batch,
             reference=self.reference,
         )
-        self._average()
+        follow(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
         names = list(settings.rewards)
         rewards = reward_metrics(judged, names, advantages, algorithm.advantage_clip)
         rewards |= self.focus.see(judged, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        if self.ema:
-            # Young averages follow quickly: the first iterations would otherwise be mostly the base model.
-            decay = min(self.settings.ema_decay, (self.step + 1) / (self.step + 10))
-            mean, now = ([local(t) for t in some.values()] for some in (self.ema, self.parameters))
-            torch._foreach_lerp_(mean, now, 1 - decay)
 
     def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
         share = invalid_share(rollouts)
@@ -333,7 +332,7 @@ class Trainer:
     def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> bool:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
-        with holding(self.parameters, self.ema):
+        with self.interrupt.around(holding(self.parameters, self.ema)):
             evaluated = self.schedule.watch(
                 self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
@@ -346,5 +345,5 @@ class Trainer:
         if not self.comparison.sets:
             return []
         progress.note("drawing the same with the trained model")
-        with holding(self.parameters, self.ema):
+        with self.interrupt.around(holding(self.parameters, self.ema)):
             return self.comparison.draw_after(self.watcher, self.out, list(self.settings.rewards))

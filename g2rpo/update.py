@@ -170,11 +170,22 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
         for name, value in source.items():
             local(parameters[name]).copy_(local(value))
 
-    put(values)
     try:
+        put(values)
         yield
     finally:
         put(live)
+
+
+@torch.no_grad()
+def follow(means: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float, step: int) -> None:
+    """Moves running means of the weights (an EMA) on, after `step` iterations and this one.
+
+    Young averages follow quickly: the first iterations would otherwise be mostly the base model.
+    """
+    if means:
+        mean, now = ([local(t) for t in some.values()] for some in (means, parameters))
+        torch._foreach_lerp_(mean, now, 1 - min(decay, (step + 1) / (step + 10)))
 
 
 def update(

@@ -131,7 +131,8 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
         assert apart(first[part], second[part]) > 1e-6
 
 
-def test_sigterm_to_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tmp_path):
+@pytest.mark.parametrize("way", ["SIGTERM to torchrun", "Ctrl-C on a terminal"])
+def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tmp_path, way):
     run = tmp_path / "run"
     settings = ["flux_tiny_random", "iterations=1000", "checkpoint_every=1000", "num_sample_prompts=1",
                 "prompts=world:demo", "tensorboard=false", f"cache={tmp_path / 'cache'}",
@@ -140,12 +141,16 @@ def test_sigterm_to_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(t
     process = subprocess.Popen(
         [*torchrun, "g2rpo", "train", *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        start_new_session=True,
     )  # fmt: skip
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and not (metrics.is_file() and metrics.read_bytes()):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
-    process.terminate()
+    if way == "SIGTERM to torchrun":
+        process.terminate()
+    else:  # to torchrun and to its processes, whom torchrun tells too
+        os.killpg(process.pid, signal.SIGINT)
     told, _ = process.communicate(timeout=60)
     saved = latest_checkpoint(run)
     assert saved is not None and not damage(saved), told
