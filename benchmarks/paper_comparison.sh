@@ -7,12 +7,13 @@
 #                   one seed: learning rate, eta and clip range of each method, prompts an iteration
 #     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
 #                   models of seeds 0 to 2 also in 4, 8, 16 and 32 steps, those of seed 0 side by side in a picture
-#     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer; 3 seeds
+#     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer, also with rates that
+#                   fall; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
 #     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
 #     rest          Flow-GRPO and its Fast window, update rules; 3 seeds
 #     more          rates that fall to 0 for the path methods, MixGRPO-Flash, twice as long, more states from the
-#                   same forwards, stride 2 at a constant rate, strides 2 and 3 at T=16; 3 seeds
+#                   same forwards, stride 2 at a constant rate, strides 2 and 3 at T=16, a KL term; 3 seeds
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
 # as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match. docs/
@@ -155,6 +156,9 @@ single)
   arm G2RPO_long "$g2rpo iterations=96 eval_every=8"
   arm FlowGRPO "$flow $dance_long"
   arm L2 "$g2rpo granularities=[2] iterations=96 eval_every=8"
+  # Twice as long; and rates that fall.
+  arm L2_long "$g2rpo granularities=[2] iterations=192 eval_every=16"
+  arm G2RPO_long_cosine "$g2rpo lr_schedule=cosine iterations=96 eval_every=8"
   compare 0,1,2 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
   ;;
 lambda)  # rates fall to 0, since arms of more updates would be judged by a rate that is too high for them
@@ -203,6 +207,10 @@ more)
   arm L1_1of5_P40 "$one steps_per_iteration=1 prompts_per_iteration=40 $one_long"
   arm L2_constant "$g2rpo granularities=[2] iterations=96 eval_every=8"
   arm L2_T16 "$g2rpo $falling granularities=[2] num_steps=16 train_steps=8 iterations=39 eval_every=5"
+  # A KL term to the base against tails that are too coarse.
+  arm L3_kl "$g2rpo granularities=[3] kl_beta=0.1 iterations=138 eval_every=6"
+  arm L2_kl "$g2rpo granularities=[2] kl_beta=0.1 iterations=96 eval_every=8"
+  arm MixGRPO_Flash_kl "$mix flash=0.4 kl_beta=0.1 $falling $mix_long"
   arm L3_T16 "$g2rpo $falling granularities=[3] num_steps=16 train_steps=8 iterations=56 eval_every=7"
   compare 0,1,2
   ;;

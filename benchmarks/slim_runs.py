@@ -18,7 +18,7 @@ from typing import Any
 from g2rpo.metrics import read_metrics
 
 SUMS = ("nfe", "nfe_update", "seconds")
-RATES = ("reward", "eval", "advantage_clipped", "granularity_rank", "clip_fraction", "grad_norm")
+RATES = ("reward", "eval", "advantage_clipped", "granularity_rank", "clip_fraction", "grad_norm", "kl")
 KEPT = ("step", *SUMS, *RATES, "invalid_fraction", "ratio_max_dev")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,18 @@ def test_the_table_of_steps():
         [sys.executable, "benchmarks/steps_table.py", "results/compare/joint_steps"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
-    found = json.loads((RESULTS / "joint_steps" / "results.json").read_text())["steps"]["4"]["MixGRPO"]
-    gain = found["verifier"]["difference"]
+    found = json.loads((RESULTS / "joint_steps" / "results.json").read_text())["steps"]["4"]
+    gains = [found[f"MixGRPO.{seed}"]["verifier"]["difference"]["mean"] for seed in (0, 1, 2)]
+    error = statistics.stdev(gains) / 3**0.5
+    assert f"| {statistics.mean(gains):+.4f} ± {error:.4f} |" in done.stdout
+    assert "| steps | judge | base | DanceGRPO (3) | MixGRPO (3) | G2RPO_1 (3) | G2RPO (3) |" in done.stdout
+
+
+def test_the_table_of_steps_of_one_seed():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/steps_table.py", "results/compare/more_steps"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    found = json.loads((RESULTS / "more_steps" / "results.json").read_text())
+    gain = found["steps"]["4"]["MixGRPO_cosine"]["verifier"]["difference"]
     assert f"| {gain['mean']:+.4f} [{gain['low']:.4f}, {gain['high']:.4f}] |" in done.stdout
-    assert "| steps | judge | base | DanceGRPO (1) | MixGRPO (1) | G2RPO_1 (1) | G2RPO (1) |" in done.stdout
