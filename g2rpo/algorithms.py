@@ -83,6 +83,24 @@ class Algorithm:
         return 3 + (self.kl_beta > 0) + before_all + recomputed
 
 
+def coarse_tails(plan: Plan) -> str:
+    """A warning where every tail of some branch keeps at most half of the steps left, and fewer than three.
+
+    On the embedded model such runs collapsed, but for small rates or a KL (docs/choosing.md). Else "".
+    """
+    for branch in plan.branches:
+        left = plan.num_steps - branch.noise_steps[-1] - 1
+        kept = max(len(positions) - 1 for positions in branch.tails)
+        if kept < 3 and 2 * kept <= left:
+            last = branch.noise_steps[-1]
+            return (
+                f"after noise step {last} the finest tail takes {kept} of the {left} steps left; policies "
+                "trained on tails so coarse learned fast, then collapsed: take a finer granularity, a larger "
+                "flash or more num_steps (docs/choosing.md)"
+            )
+    return ""
+
+
 def g2rpo(
     *,
     num_steps: int = 16,

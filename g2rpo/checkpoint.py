@@ -61,7 +61,8 @@ def save_checkpoint(
         out: run folder. With several processes all of them call, with the same folder on a shared disk.
         iteration: optimizer iterations done.
         state: `module` (nn.Module), `optimizer` (of that module), mappings of tensors (an EMA), objects with
-            a state_dict of plain numbers (a schedule), and plain JSON values (position, settings).
+            a state_dict of plain numbers (a schedule), and plain JSON values (position, settings); `random`,
+            of `random_state`, in place of the generators as they are.
         keep_last: newest checkpoints that stay, >= 1.
         keep_every: those at multiples of this stay as well; 0 = none.
         best: the judge by whom it is the best: RUN/best names it, and it stays until another is better.
@@ -84,8 +85,13 @@ def save_checkpoint(
             shutil.rmtree(leftover)
     barrier()
     _check_space(checkpoints, _bytes(tensors))
-    with _single_process_is_meant():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished, thread_count=_writers()))
+    try:
+        with _single_process_is_meant():
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished, thread_count=_writers()))
+    except dcp.CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
+        raise
     if rank() == 0:
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
         write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))

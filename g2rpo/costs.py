@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from g2rpo.algorithms import coarse_tails
 from g2rpo.memory import (
     USABLE,
     Memory,
@@ -155,6 +156,7 @@ def plan_costs(
         naive = groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
     notes += coinciding_tails(plans, settings)
+    notes += tuple(filter(None, map(coarse_tails, plans)))[:1]
     if memory_bytes is not None:
         notes += _fit_notes(settings, shape, plans, num_processes, memory_bytes)
     return Costs(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from g2rpo.distributed import any_process, world_size
 
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
-# Signals within so many seconds are one request: `timeout` sends it to a process and to its group, and on
-# Ctrl-C the terminal sends it to the processes of torchrun, and torchrun sends them its own.
+# Signals within so many seconds are one request: `timeout` sends it to a process and to its group, a batch
+# system to all processes of a job, some of whom pass it on.
 ONE_REQUEST = 3.0
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
@@ -25,21 +28,45 @@ class Interrupt:
 
     Of several processes none may leave alone what all do together: there it waits everywhere (`waits`) but in
     work that a process does by itself (`immediate`). A second request raises at once in any case.
+
+    Attributes:
+        asked: it has, to this process or to one that it works with.
+        twice: so has a second request: the processes are no longer in step for any work in common.
     """
 
     def __init__(self, waits: bool = False) -> None:
-        self.asked = False
+        self.asked = self.twice = False
         self._waits = waits
         self._first: float | None = None  # when this process's own signal came
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        again = self._first is not None
-        if self._first is not None and now - self._first < ONE_REQUEST:
+        if self._same_request():
             return
-        self.asked, self._first = True, now
-        if not self._waits or again:
+        self.asked, self.twice, self._first = True, self._first is not None, time.monotonic()
+        if not self._waits or self.twice:
             raise KeyboardInterrupt
+
+    def _same_request(self) -> bool:
+        return self._first is not None and time.monotonic() - self._first < ONE_REQUEST
+
+    def left(self, before: Handler) -> Handler:
+        """The handler after all this: what is left of a request is past, anything later is `before`'s."""
+        if self._first is None:
+            return before
+        atexit.register(self._deaf)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if not self._same_request():
+                signal.signal(number, before)
+                signal.raise_signal(number)
+
+        return handle
+
+    def _deaf(self) -> None:
+        """At the interpreter's end, where handlers of ours no longer run and the default would kill."""
+        if self._same_request():
+            for number in STOPPING:
+                signal.signal(number, signal.SIG_IGN)
 
     def deferred(self) -> AbstractContextManager[None]:
         """Within it a signal waits."""
@@ -78,6 +105,16 @@ class Interrupt:
         return result[0]
 
 
+_active: list[Interrupt] = []
+
+
+@contextmanager
+def undisturbed(manager: AbstractContextManager[object]) -> Iterator[None]:
+    """`Interrupt.around` of the work that this is part of, if any can be interrupted."""
+    with _active[-1].around(manager) if _active else manager:
+        yield
+
+
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
     """Take over SIGINT and SIGTERM for the run, where that is possible (the main thread)."""
@@ -85,9 +122,11 @@ def interruptible() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = {number: signal.signal(number, interrupt.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt.handle) for number in STOPPING}
+    _active.append(interrupt)
     try:
         yield interrupt
     finally:
+        _active.remove(interrupt)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, interrupt.left(handler))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from g2rpo.algorithms import coarse_tails
 from g2rpo.before_after import Change
 from g2rpo.checkpoint import latest_checkpoint, read_state
 from g2rpo.config import check_same_run, read_settings
@@ -60,7 +61,7 @@ def is_finished(settings: Settings) -> bool:
 
 
 def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
-    """A line on what is trained, how much an iteration takes, and where."""
+    """A line on what is trained, how much an iteration takes, and where; another of what warns."""
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     count = sum(p.numel() for p in parameters.values())
     plan = algorithm.plan.plan(algorithm.num_steps, settings.seed, step)
@@ -69,10 +70,11 @@ def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tenso
     many = f" on {world_size()} processes" if world_size() > 1 else ""
     own = f" with {settings.weights}" if settings.weights else ""
     where = f"from iteration {step} on, " if step else ""
+    warned = f"\n{warning}" if (warning := coarse_tails(plan)) else ""
     return (
         f"{settings.algorithm} on {settings.model}{own}: {what} ({count / 1e6:.1f} M){many}, "
         f"{settings.prompts_per_iteration} prompts x {nfe} forwards an iteration, {where}"
-        f"{policy.device}, {settings.precision}; folder {Path(settings.out).expanduser()}"
+        f"{policy.device}, {settings.precision}; folder {Path(settings.out).expanduser()}{warned}"
     )
 
 

@@ -13,13 +13,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from g2rpo.config import Settings
-from g2rpo.interrupt import interruptible
+from g2rpo.interrupt import STOPPING, interruptible
 
 INTERRUPTED = 130
 
@@ -59,6 +59,7 @@ def train_side_by_side(
     )
     if jobs and context.get_start_method() == "forkserver":
         context.set_forkserver_preload(["g2rpo.trainer"])
+        _start_server()
     with interruptible() as interrupt:
         try:
             while waiting or running:
@@ -91,6 +92,19 @@ def train_side_by_side(
     return Ended(failed, False)
 
 
+def _start_server() -> None:
+    """Starts the server deaf to signals: one that is sent to the whole group is for this process to pass on.
+
+    Without it no run's end would be seen. It ends when this process does; its runs unblock the signals.
+    """
+    resource_tracker.ensure_running()  # it unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _stop(processes: Sequence[BaseProcess]) -> None:
     """Asks each once, and again at every further signal."""
     while any(process.exitcode is None for process in processes):
@@ -115,6 +129,8 @@ def _train(
 ) -> None:
     """One run, in its own process. Exit code 0 = finished, 2 = it says why not, 130 = stopped by a signal."""
     os.setsid()  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(file, number)

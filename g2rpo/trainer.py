@@ -31,6 +31,7 @@ from g2rpo.distributed import (
     barrier,
     end_processes,
     gathered,
+    random_state,
     rank,
     seed_everything,
     sharding_mesh,
@@ -166,7 +167,7 @@ class Trainer:
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
-            self.interrupt = interrupt
+            self.interrupt, self.random = interrupt, random_state()
             progress.note(described(settings, self.policy, self.parameters, self.step))
             about = settle_best(self.out, settings.keep_best, self.step)
             for note in (about, self.prompt_report, *(one.describe() for one in self.rewards.values())):
@@ -183,8 +184,7 @@ class Trainer:
                     best = self._watch(writer, progress)
                     if best or self.step % settings.checkpoint_every == 0 or self.step == last:
                         began = time.perf_counter()
-                        with interrupt.deferred():  # half a checkpoint is none
-                            self.save(best=best)
+                        self.save(best=best)
                         self.saving = {"seconds_checkpoint": time.perf_counter() - began}
                         told = f"the best yet by {settings.keep_best}: " if best else ""
                         progress.note(f"{told}checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
@@ -207,9 +207,8 @@ class Trainer:
     def _stopped(self, progress: Progress) -> Run:
         """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
         try:
-            if self.whole:
-                with self.interrupt.deferred():
-                    self.save()
+            if self.whole and not self.interrupt.twice:
+                self.save()
         except KeyboardInterrupt:
             pass
         stopped = interrupted(self.out)
@@ -226,7 +225,7 @@ class Trainer:
             metrics = {"step": self.step, "seconds": time.perf_counter() - began, **told, **learned}
             writer.write(metrics | self.saving | peak_memory(self.policy.device))
             self.saving = {}
-            self.whole = True
+            self.whole, self.random = True, random_state()
         progress.update(metrics)
 
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
@@ -324,10 +323,11 @@ class Trainer:
         if latest is not None and latest.name == f"step_{self.step:06d}":
             return mark_best(self.out, self.step, judge) if judge is not None else None
         state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
-        state |= {"focus": self.focus, "rollout_batch": self.rollout_batch}
+        state |= {"focus": self.focus, "rollout_batch": self.rollout_batch, "random": self.random}
         state |= {"ema": self.ema} if self.ema else {}
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
-        save_checkpoint(self.out, self.step, state, best=judge, **keep)
+        with self.interrupt.deferred():  # half a checkpoint is none
+            save_checkpoint(self.out, self.step, state, best=judge, **keep)
 
     def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> bool:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
@@ -336,6 +336,7 @@ class Trainer:
             evaluated = self.schedule.watch(
                 self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
+        self.random = random_state()
         if judge is None or not evaluated:
             return False
         return any_process(rank() == 0 and is_best(self.out, judge, self.step))

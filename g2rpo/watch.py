@@ -21,6 +21,7 @@ from torch import Tensor
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.config import deciding
 from g2rpo.distributed import gathered, rank, world_size
+from g2rpo.interrupt import undisturbed
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.pictures import grid, save_curves, save_png
@@ -71,7 +72,8 @@ class Watcher:
         """[N, 3, H, W] in [0, 1], 8-bit values, on the CPU."""
         prompts, seeds = pictures.prompts[_share()], pictures.seeds[_share()]
         drawn = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-        with self.policy.resident():  # a process without pictures too: all of them gather the weights
+        # A process without pictures too: all of them gather the weights.
+        with undisturbed(self.policy.resident()):
             if prompts:
                 images = sample_images(
                     self.policy,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.algorithms import PRESETS, dance_grpo, flow_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.algorithms import PRESETS, coarse_tails, dance_grpo, flow_grpo, g2rpo, g2rpo_single, mix_grpo
 from g2rpo.plans import EveryStep, Singular, Window
 
 COMMON = {
@@ -142,3 +142,30 @@ def test_what_a_row_of_the_update_costs():
     assert row(recomputed=True, kl_beta=0.1, update="per_step") == 6
     one = PRESETS["g2rpo"](num_steps=6, train_steps=1, update="per_step")
     assert one.forwards_a_row(one.plan.plan(6, 0, 0)) == 3  # one step: its ratio is 1, nothing comes before
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        # Those that collapsed (docs/comparison.md) ...
+        (
+            g2rpo(num_steps=10, train_steps=5, granularities=(3,)),
+            "after noise step 3 the finest tail takes 2 of the 6",
+        ),
+        (
+            g2rpo(num_steps=6, train_steps=3, granularities=(2,)),
+            "after noise step 1 the finest tail takes 2 of the 4",
+        ),
+        (mix_grpo(num_steps=10, window=3, flash=0.4), "after noise step 2 the finest tail takes 2 of the 7"),
+        # ... and those that held.
+        (g2rpo(num_steps=10, train_steps=5, granularities=(2,)), ""),
+        (g2rpo(num_steps=10, train_steps=5), ""),
+        (g2rpo(num_steps=16, train_steps=8, granularities=(3,)), ""),
+        (mix_grpo(num_steps=10, window=3), ""),
+        (flow_grpo(), ""),
+        (g2rpo_single(num_steps=3, train_steps=2), ""),
+    ],
+)
+def test_tails_so_coarse_that_policies_collapsed_are_told(made, said):
+    told = coarse_tails(made.plan.plan(made.num_steps, 0, 0))
+    assert told.startswith(said) and bool(told) == bool(said)

@@ -151,6 +151,12 @@ def test_granularities_that_coincide_are_named(folder):
     assert costs.images == 2 * (2 + 1) + 1
 
 
+def test_tails_that_are_too_coarse_are_told_once(folder):
+    options = {"num_steps": 10, "train_steps": 5, "granularities": [3], "iterations": 3}
+    (note,) = plan_costs(Settings(model=str(folder), **options)).notes
+    assert "finest tail takes 2 of the 6 steps left" in note and "docs/choosing.md" in note
+
+
 @pytest.mark.parametrize(("lora_rank", "precision"), [(0, "float32"), (3, "float32"), (3, "bfloat16")])
 def test_weights_are_counted_exactly(folder, lora_rank, precision):
     settings = Settings(model=str(folder), lora_rank=lora_rank, precision=precision, device="cpu")

@@ -131,7 +131,7 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
         assert apart(first[part], second[part]) > 1e-6
 
 
-@pytest.mark.parametrize("way", ["SIGTERM to torchrun", "Ctrl-C on a terminal"])
+@pytest.mark.parametrize("way", ["SIGTERM to torchrun", "SIGINT to all processes"])
 def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tmp_path, way):
     run = tmp_path / "run"
     settings = ["flux_tiny_random", "iterations=1000", "checkpoint_every=1000", "num_sample_prompts=1",
@@ -141,7 +141,6 @@ def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tm
     process = subprocess.Popen(
         [*torchrun, "g2rpo", "train", *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-        start_new_session=True,
     )  # fmt: skip
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and not (metrics.is_file() and metrics.read_bytes()):
@@ -149,8 +148,11 @@ def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tm
         time.sleep(0.02)
     if way == "SIGTERM to torchrun":
         process.terminate()
-    else:  # to torchrun and to its processes, whom torchrun tells too
-        os.killpg(process.pid, signal.SIGINT)
+    else:  # as a batch system does; torchrun passes it on besides
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(workers) >= 2
+        for pid in (process.pid, *map(int, workers)):
+            os.kill(pid, signal.SIGINT)
     told, _ = process.communicate(timeout=60)
     saved = latest_checkpoint(run)
     assert saved is not None and not damage(saved), told
