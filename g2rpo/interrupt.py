@@ -16,7 +16,6 @@ from g2rpo.distributed import any_process, world_size
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
-
 # Signals within so many seconds are one request: `timeout` sends it to a process and to its group, a batch
 # system to all processes of a job, some of whom pass it on.
 ONE_REQUEST = 3.0
@@ -27,7 +26,7 @@ class Interrupt:
     """Has SIGINT or SIGTERM come? Outside an update it raises at once, inside it waits for its end.
 
     Of several processes none may leave alone what all do together: there it waits everywhere (`waits`) but in
-    work that a process does by itself (`immediate`). A second request raises at once in any case.
+    work that a process does by itself (`together`). A second request raises at once in any case.
 
     Attributes:
         asked: it has, to this process or to one that it works with.
@@ -37,21 +36,21 @@ class Interrupt:
     def __init__(self, waits: bool = False) -> None:
         self.asked = self.twice = False
         self._waits = waits
-        self._first: float | None = None  # when this process's own signal came
+        self._since: float | None = None  # when this process's own request came, the last one
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self._same_request():
             return
-        self.asked, self.twice, self._first = True, self._first is not None, time.monotonic()
+        self.asked, self.twice, self._since = True, self._since is not None, time.monotonic()
         if not self._waits or self.twice:
             raise KeyboardInterrupt
 
     def _same_request(self) -> bool:
-        return self._first is not None and time.monotonic() - self._first < ONE_REQUEST
+        return self._since is not None and time.monotonic() - self._since < ONE_REQUEST
 
     def left(self, before: Handler) -> Handler:
         """The handler after all this: what is left of a request is past, anything later is `before`'s."""
-        if self._first is None:
+        if self._since is None:
             return before
         atexit.register(self._deaf)
 
