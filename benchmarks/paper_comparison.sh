@@ -7,17 +7,20 @@
 #                   one seed: learning rate, eta and clip range of each method, prompts an iteration
 #     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
 #                   models of seeds 0 to 2 also in 4, 8, 16 and 32 steps, those of seed 0 side by side in a picture
-#     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer, also with rates that
-#                   fall; 3 seeds
+#     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer, rates that fall and a
+#                   KL term against hacking; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
 #     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
-#     rest          Flow-GRPO and its Fast window, update rules; 3 seeds
+#     rest          Flow-GRPO (other eta, a KL term, rates that fall) and its Fast window, update rules; 3 seeds;
+#                   Flow-GRPO also in 4, 8, 16 and 32 steps (for results/compare/more_steps, with those of `more`)
 #     more          rates that fall to 0 for the path methods, MixGRPO-Flash, twice as long, more states from the
-#                   same forwards, stride 2 at a constant rate, strides 2 and 3 at T=16, a KL term; 3 seeds
+#                   same forwards, stride 2 at a constant rate, strides 2 and 3 at T=16, a KL term; 3 seeds; two
+#                   arms also in 4, 8, 16 and 32 steps
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
-# as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match. docs/
-# comparison.md has what was found, results/compare/ the numbers (benchmarks/slim_runs.py makes them small).
+# as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match; with both
+# FlowGRPO, FlowGRPO_kl, L2_constant and MixGRPO_cosine have had five seeds. docs/comparison.md has what was found,
+# results/compare/ the numbers (benchmarks/slim_runs.py makes them small).
 set -eu
 stage=$1 out=$2 jobs=${3:-16}
 cd "$(dirname "$0")/.."
@@ -35,7 +38,7 @@ dance_long="iterations=210 eval_every=21 warmup_iterations=25"
 mix_long="iterations=306 eval_every=34 warmup_iterations=25"
 one_long="iterations=54 eval_every=6"
 g2rpo_long="iterations=40 eval_every=5"
-flow="algorithm=flow_grpo eta=0.7 lr=2e-5"
+flow="algorithm=flow_grpo eta=1.0 lr=2e-5"
 
 arms=()
 arm() {  # arm NAME SETTINGS ...
@@ -54,6 +57,22 @@ compare() {  # compare SEEDS [KEY=VALUE ...]: the arms, with these settings besi
   shift
   if [ ${#arms[@]} -eq 0 ]; then echo "no arm of $stage is called $ONLY" >&2; exit 2; fi
   python -m g2rpo compare "${arms[@]}" "$@" --seeds "$seeds" --jobs "$jobs" --out "$out"
+}
+in_steps() {  # in_steps ARM ...: the base and what is finished of these arms' seeds 0 to 2, in 4, 8, 16, 32 steps
+  local arm seed models=(tiny) names=base
+  for arm; do
+    for seed in 0 1 2; do
+      if [ -f "$out/runs/$arm/$seed/finished" ]; then
+        models+=("$out/runs/$arm/$seed") names="$names,$arm.$seed"
+      fi
+    done
+  done
+  if [ ${#models[@]} -gt 1 ]; then
+    python -m g2rpo evaluate "${models[@]}" --labels "$names" --prompts world:heldout --limit 256 \
+      --guidance 1 --precision tf32 --rewards tiny_preference,tiny_clip,verifier,verifier_strict \
+      --steps 4,8,16,32 --batch 256 --out "$out/steps"
+    python benchmarks/steps_table.py "$out/steps"
+  fi
 }
 
 case $stage in
@@ -129,21 +148,13 @@ tune4)  # Flow-GRPO, for the stage rest
 joint)
   paper
   compare 0,1,2,3,4
-  models=(tiny) names=base shown=(tiny) titles=base
+  in_steps DanceGRPO MixGRPO G2RPO_1 G2RPO
+  shown=(tiny) titles=base
   for arm in DanceGRPO MixGRPO G2RPO_1 G2RPO; do
-    for seed in 0 1 2; do
-      if [ -f "$out/runs/$arm/$seed/finished" ]; then
-        models+=("$out/runs/$arm/$seed") names="$names,$arm.$seed"
-        if [ $seed = 0 ]; then shown+=("$out/runs/$arm/0") titles="$titles,$arm"; fi
-      fi
-    done
+    if [ -f "$out/runs/$arm/0/finished" ]; then
+      shown+=("$out/runs/$arm/0") titles="$titles,$arm"
+    fi
   done
-  if [ ${#models[@]} -gt 1 ]; then
-    python -m g2rpo evaluate "${models[@]}" --labels "$names" --prompts world:heldout --limit 256 \
-      --guidance 1 --precision tf32 --rewards tiny_preference,tiny_clip,verifier,verifier_strict \
-      --steps 4,8,16,32 --batch 256 --out "$out/steps"
-    python benchmarks/steps_table.py "$out/steps"
-  fi
   if [ ${#shown[@]} -gt 1 ]; then
     python -m g2rpo gallery "${shown[@]}" --labels "$titles" --prompts world:heldout --limit 6 \
       --guidance 1 --precision tf32 --steps 10 --out "$out/gallery"
@@ -155,10 +166,16 @@ single)
   arm G2RPO_1_long "$one iterations=128 eval_every=8"
   arm G2RPO_long "$g2rpo iterations=96 eval_every=8"
   arm FlowGRPO "$flow $dance_long"
+  arm FlowGRPO_eta0.7 "$flow eta=0.7 $dance_long"
+  arm FlowGRPO_kl "$flow kl_beta=0.04 $dance_long"
   arm L2 "$g2rpo granularities=[2] iterations=96 eval_every=8"
   # Twice as long; and rates that fall.
   arm L2_long "$g2rpo granularities=[2] iterations=192 eval_every=16"
   arm G2RPO_long_cosine "$g2rpo lr_schedule=cosine iterations=96 eval_every=8"
+  # What holds back hacking: rates that fall, or a KL term to the base?
+  arm MixGRPO_cosine "$mix lr_schedule=cosine $mix_long"
+  arm MixGRPO_kl "$mix kl_beta=0.1 $mix_long"
+  arm L2_kl "$g2rpo granularities=[2] kl_beta=0.1 iterations=192 eval_every=16"
   compare 0,1,2 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
   ;;
 lambda)  # rates fall to 0, since arms of more updates would be judged by a rate that is too high for them
@@ -192,10 +209,15 @@ variate)
   ;;
 rest)
   arm FlowGRPO "$flow $dance_long"
-  arm FlowGRPO_Fast "algorithm=flow_grpo window=3 eta=1.0 lr=2e-5 $mix_long"
+  for eta in 0.4 0.7; do arm "FlowGRPO_eta$eta" "$flow eta=$eta $dance_long"; done
+  arm FlowGRPO_kl "$flow kl_beta=0.04 $dance_long"
+  arm FlowGRPO_cosine "$flow lr_schedule=cosine $dance_long"
+  arm FlowGRPO_Fast "$flow window=3 $mix_long"
+  arm FlowGRPO_Fast_cosine "$flow window=3 lr_schedule=cosine $mix_long"
   arm DanceGRPO_once "$dance update=once lr=2e-5 $dance_long"
   arm G2RPO_per_step "$g2rpo update=per_step lr=1e-5 $g2rpo_long"
   compare 0,1,2
+  in_steps FlowGRPO
   ;;
 more)
   falling="lr_schedule=cosine"
@@ -209,10 +231,12 @@ more)
   arm L2_T16 "$g2rpo $falling granularities=[2] num_steps=16 train_steps=8 iterations=39 eval_every=5"
   # A KL term to the base against tails that are too coarse.
   arm L3_kl "$g2rpo granularities=[3] kl_beta=0.1 iterations=138 eval_every=6"
+  arm L3_kl_cosine "$g2rpo granularities=[3] kl_beta=0.1 $falling iterations=138 eval_every=6"
   arm L2_kl "$g2rpo granularities=[2] kl_beta=0.1 iterations=96 eval_every=8"
   arm MixGRPO_Flash_kl "$mix flash=0.4 kl_beta=0.1 $falling $mix_long"
   arm L3_T16 "$g2rpo $falling granularities=[3] num_steps=16 train_steps=8 iterations=56 eval_every=7"
   compare 0,1,2
+  in_steps L2_constant MixGRPO_cosine
   ;;
 *)
   echo "no such stage: $stage" >&2

@@ -114,11 +114,37 @@ def test_the_table_of_steps():
     assert "| steps | judge | base | DanceGRPO (3) | MixGRPO (3) | G2RPO_1 (3) | G2RPO (3) |" in done.stdout
 
 
-def test_the_table_of_steps_of_one_seed():
+def test_the_table_of_steps_of_one_seed(tmp_path):
+    found = json.loads((RESULTS / "more_steps" / "results.json").read_text())
+    found["models"] = {"base": "tiny", "FlowGRPO": "runs/FlowGRPO/2"}
+    for told in found["steps"].values():
+        told["FlowGRPO"] = told["FlowGRPO.2"]
+    (tmp_path / "results.json").write_text(json.dumps(found))
     done = subprocess.run(
-        [sys.executable, "benchmarks/steps_table.py", "results/compare/more_steps"],
+        [sys.executable, "benchmarks/steps_table.py", str(tmp_path)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
-    found = json.loads((RESULTS / "more_steps" / "results.json").read_text())
-    gain = found["steps"]["4"]["MixGRPO_cosine"]["verifier"]["difference"]
+    gain = found["steps"]["4"]["FlowGRPO.2"]["verifier"]["difference"]
+    assert "| steps | judge | base | FlowGRPO (1) |" in done.stdout
     assert f"| {gain['mean']:+.4f} [{gain['low']:.4f}, {gain['high']:.4f}] |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "stage, arms",
+    [("joint", ["DanceGRPO", "G2RPO"]), ("rest", ["FlowGRPO"]), ("more", ["L2_constant", "MixGRPO_cosine"])],
+)
+def test_what_is_finished_is_evaluated_in_several_steps(stage, arms, tmp_path):
+    for arm in [*arms, "G2RPO_twice"]:  # the last is no arm that is drawn in several steps
+        for seed in "013":
+            (tmp_path / "out" / "runs" / arm / seed).mkdir(parents=True)
+        for seed in "03":
+            (tmp_path / "out" / "runs" / arm / seed / "finished").touch()
+    done, made = calls(tmp_path, stage)
+    assert done.returncode == 0, done.stderr
+    assert [call[:3] for call in made[1:3]] == [
+        ["-m", "g2rpo", "evaluate"],
+        ["benchmarks/steps_table.py", str(tmp_path / "out" / "steps")],
+    ]
+    models = made[1][3 : made[1].index("--labels")]
+    assert models == ["tiny", *(str(tmp_path / "out" / "runs" / arm / "0") for arm in arms)]
+    assert made[1][made[1].index("--labels") + 1] == ",".join(["base", *(f"{arm}.0" for arm in arms)])
