@@ -29,8 +29,8 @@ long="iterations=150 eval_every=50 warmup_iterations=25"   # path methods while 
 short="iterations=40 eval_every=10"                        # G2RPO while tuning
 
 # What the search chose.
-dance="algorithm=dance_grpo clip_range=1e-3 lr=5e-6"
-mix="algorithm=mix_grpo window=3 lr=2e-5 eta=1.0"
+dance="algorithm=dance_grpo update=per_step clip_range=1e-3 lr=5e-6"
+mix="algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.0"
 one="algorithm=g2rpo_single train_steps=5 lr=3e-5 eta=1.0"
 g2rpo="algorithm=g2rpo train_steps=5 lr=3e-5 eta=1.0"
 # 184,000 forwards each.
@@ -77,11 +77,11 @@ in_steps() {  # in_steps ARM ...: the base and what is finished of these arms' s
 
 case $stage in
 tune)
-  for lr in 2e-6 5e-6 1e-5; do arm "dance_lr$lr" "algorithm=dance_grpo lr=$lr $long"; done
-  for eta in 0.15 0.6; do arm "dance_eta$eta" "algorithm=dance_grpo lr=5e-6 eta=$eta $long"; done
-  arm dance_clip1e-3 "algorithm=dance_grpo lr=5e-6 clip_range=1e-3 $long"
-  for lr in 5e-6 1e-5 2e-5; do arm "mix_lr$lr" "algorithm=mix_grpo window=3 lr=$lr $long"; done
-  for eta in 0.4 1.0; do arm "mix_eta$eta" "algorithm=mix_grpo window=3 lr=1e-5 eta=$eta $long"; done
+  for lr in 2e-6 5e-6 1e-5; do arm "dance_lr$lr" "algorithm=dance_grpo update=per_step lr=$lr $long"; done
+  for eta in 0.15 0.6; do arm "dance_eta$eta" "algorithm=dance_grpo update=per_step lr=5e-6 eta=$eta $long"; done
+  arm dance_clip1e-3 "algorithm=dance_grpo update=per_step lr=5e-6 clip_range=1e-3 $long"
+  for lr in 5e-6 1e-5 2e-5; do arm "mix_lr$lr" "algorithm=mix_grpo update=once window=3 lr=$lr $long"; done
+  for eta in 0.4 1.0; do arm "mix_eta$eta" "algorithm=mix_grpo update=once window=3 lr=1e-5 eta=$eta $long"; done
   for name in g2rpo_single g2rpo; do
     for lr in 1e-5 2e-5 4e-5; do arm "${name}_lr$lr" "algorithm=$name train_steps=5 lr=$lr $short"; done
     for eta in 0.4 1.0; do
@@ -98,12 +98,12 @@ tune2)  # where the first search's best lay at an edge
     arm "dance_once_lr$lr" "algorithm=dance_grpo update=once lr=$lr $long"
   done
   for lr in 5e-6 1e-5; do
-    arm "dance_clip1e-2_lr$lr" "algorithm=dance_grpo clip_range=1e-2 lr=$lr $long"
+    arm "dance_clip1e-2_lr$lr" "algorithm=dance_grpo update=per_step clip_range=1e-2 lr=$lr $long"
   done
-  arm dance_clip1e-3_eta0.6 "algorithm=dance_grpo clip_range=1e-3 lr=5e-6 eta=0.6 $long"
-  arm mix_lr4e-5 "algorithm=mix_grpo window=3 lr=4e-5 $long"
+  arm dance_clip1e-3_eta0.6 "algorithm=dance_grpo update=per_step clip_range=1e-3 lr=5e-6 eta=0.6 $long"
+  arm mix_lr4e-5 "algorithm=mix_grpo update=once window=3 lr=4e-5 $long"
   for eta in 0.4 1.0; do
-    arm "mix_lr2e-5_eta$eta" "algorithm=mix_grpo window=3 lr=2e-5 eta=$eta $long"
+    arm "mix_lr2e-5_eta$eta" "algorithm=mix_grpo update=once window=3 lr=2e-5 eta=$eta $long"
   done
   for name in g2rpo_single g2rpo; do
     for eta in 1.0 1.4; do
@@ -114,12 +114,12 @@ tune2)  # where the first search's best lay at an edge
   compare 100
   ;;
 tune3)  # at equal forwards: fewer prompts an iteration, and so more of them; coarse tails alone; a wider eta for MixGRPO
-  arm mix_lr2e-5_eta1.4 "algorithm=mix_grpo window=3 lr=2e-5 eta=1.4 $long"
-  arm mix_lr3e-5_eta1.0 "algorithm=mix_grpo window=3 lr=3e-5 eta=1.0 $long"
+  arm mix_lr2e-5_eta1.4 "algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.4 $long"
+  arm mix_lr3e-5_eta1.0 "algorithm=mix_grpo update=once window=3 lr=3e-5 eta=1.0 $long"
   for lr in 1e-5 2e-5; do
     mine="lr=$lr eta=1.0 warmup_iterations=20"
     singular="$mine train_steps=5"
-    arm "mix_P4_lr$lr" "algorithm=mix_grpo window=3 $mine prompts_per_iteration=4 \
+    arm "mix_P4_lr$lr" "algorithm=mix_grpo update=once window=3 $mine prompts_per_iteration=4 \
 iterations=300 eval_every=75"
     arm "g2rpo_P2_lr$lr" "algorithm=g2rpo $singular prompts_per_iteration=2 \
 iterations=160 eval_every=40"

@@ -84,8 +84,8 @@ def make_arms(reference_size: int) -> dict[str, Arm]:
     return {
         "path, dance 0.3": Arm(path),
         "path, flow 0.7": Arm(replace(path, diffusion="flow", eta=0.7)),
-        "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS)),
-        "window of 4, Flash 0.4": Arm(mix_grpo(num_steps=T, window=STEPS, flash=0.4)),
+        "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS, update="once")),
+        "window of 4, Flash 0.4": Arm(mix_grpo(num_steps=T, window=STEPS, update="once", flash=0.4)),
         PLAIN: Arm(plain),
         f"singular {{1}}, G = {equal}": Arm(plain, equal),
         "singular {1}, G = 4": Arm(plain, 4),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from g2rpo.plans import EveryStep, Plan, PlanRule, Singular, Window
 from g2rpo.sde import STEP_RULES
 
-UPDATES = ("once", "per_step")
+UPDATES = ("once", "per_step", "per_chunk")
 SPREADS = ("group", "batch")
 
 
@@ -37,7 +37,8 @@ class Algorithm:
         advantage_ddof: 1 = unbiased spread, 0 = biased.
         normalize_weights: divide the rewards' weights by the sum of their sizes.
         kl_beta: weight of the KL to the reference; 0 = none, and no reference forward.
-        update: optimizer steps per rollout: "once" (gradients of all noisy steps together) or "per_step".
+        update: optimizer steps per rollout: "once" (all gradients together), "per_step" (one a noisy step) or
+            "per_chunk" (one a part of each group's members, of which there are `update_chunks`).
     """
 
     plan: PlanRule
@@ -50,6 +51,7 @@ class Algorithm:
     advantage_std: str
     kl_beta: float
     update: str
+    update_chunks: int = 4
     advantage_eps: float = 1e-8
     advantage_ddof: int = 1
     normalize_weights: bool = False
@@ -70,17 +72,25 @@ class Algorithm:
             )
         if not self.clip_range > 0:
             raise ValueError(f"clip_range must be > 0, got {self.clip_range}")
+        if self.update_chunks < 1:
+            raise ValueError(f"update_chunks must be >= 1, got {self.update_chunks}")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
             raise ValueError(f"advantage_clip must be > 0, or None for no bound, got {self.advantage_clip}")
         self.plan.plan(self.num_steps, 0, 0)  # a rule that does not fit num_steps says so here
 
-    def forwards_a_row(self, plan: Plan, recomputed: bool = False) -> int:
+    def chunks(self, group_size: int) -> int:
+        """Parts of a group of G members, an optimizer step each; 1 where steps are not taken by members."""
+        return min(self.update_chunks, group_size) if self.update == "per_chunk" else 1
+
+    def forwards_a_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
         """What a row of the update costs, in forwards: one, and its backward, which is worth two.
 
         A KL adds the reference's, several optimizer steps one before all of them, recomputed activations one.
+        A row that serves its whole group is gone through for each chunk of it.
         """
-        before_all = self.update == "per_step" and len(plan.noise_steps) > 1
-        return 3 + (self.kl_beta > 0) + before_all + recomputed
+        chunks = self.chunks(group_size)
+        before_all = chunks > 1 or (self.update == "per_step" and len(plan.noise_steps) > 1)
+        return (3 + (self.kl_beta > 0) + before_all + recomputed) * (chunks if plan.shares_rows else 1)
 
 
 def coarse_tails(plan: Plan) -> str:
@@ -117,6 +127,7 @@ def g2rpo(
     advantage_std: str = "group",
     kl_beta: float = 0.0,
     update: str = "once",
+    update_chunks: int = 4,
 ) -> Algorithm:
     """G2RPO (arXiv:2510.01982): one noisy step at a time, judged at several granularities.
 
@@ -135,6 +146,7 @@ def g2rpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
+        update_chunks=update_chunks,
     )
 
 
@@ -152,6 +164,7 @@ def g2rpo_single(
     advantage_std: str = "group",
     kl_beta: float = 0.0,
     update: str = "once",
+    update_chunks: int = 4,
 ) -> Algorithm:
     """G2RPO with Lambda = {1}: singular noise, every tail at full length (both tail rules agree there)."""
     return g2rpo(
@@ -168,6 +181,7 @@ def g2rpo_single(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
+        update_chunks=update_chunks,
     )
 
 
@@ -184,6 +198,7 @@ def flow_grpo(
     advantage_std: str = "batch",
     kl_beta: float = 0.0,
     update: str = "once",
+    update_chunks: int = 4,
 ) -> Algorithm:
     """Flow-GRPO (arXiv:2505.05470) with its FLUX settings: noise on every step, the batch's spread.
 
@@ -210,6 +225,7 @@ def flow_grpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
+        update_chunks=update_chunks,
         advantage_eps=1e-4,
         advantage_ddof=0,
     )
@@ -226,11 +242,12 @@ def dance_grpo(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "group",
     kl_beta: float = 0.0,
-    update: str = "per_step",
+    update: str = "per_chunk",
+    update_chunks: int = 3,
 ) -> Algorithm:
     """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
 
-    Its several optimizer steps per iteration go by chunks of members there, by noisy step here.
+    Three optimizer steps an iteration, over four of the twelve members each, as its FLUX script takes them.
     """
     return Algorithm(
         plan=EveryStep(train_fraction),
@@ -243,6 +260,7 @@ def dance_grpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
+        update_chunks=update_chunks,
     )
 
 
@@ -262,10 +280,12 @@ def mix_grpo(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "group",
     kl_beta: float = 0.0,
-    update: str = "once",
+    update: str = "per_chunk",
+    update_chunks: int = 4,
 ) -> Algorithm:
     """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
 
+    Four optimizer steps an iteration, over three of the twelve members each, as its FLUX script takes them.
     `flash` = 0.4 is MixGRPO-Flash (second-order tail on fewer points); Flash* is 0.2 with window_stride 0.
     Weights of several rewards are divided by their sum, as there (of their sizes, where one is negative).
     """
@@ -280,6 +300,7 @@ def mix_grpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
+        update_chunks=update_chunks,
         normalize_weights=True,
     )
 

@@ -25,6 +25,7 @@ from g2rpo.compare_tables import (
     run_table,
     settings_table,
     value_table,
+    warning,
     whole,
     write_csv,
     write_markdown,
@@ -121,6 +122,8 @@ def compare(
         if failed:  # their reasons say more
             return Comparison(out, failed, False)
         raise
+    if amiss := warning(compared):
+        say(f"note: {amiss}")
     return Comparison(out, failed, False, report(out, compared))
 
 

@@ -228,8 +228,9 @@ def how_to_read(compared: Compared) -> list[str]:
     """The rules by which the numbers were made, a paragraph each."""
     return [
         "± is one standard error over seeds. Final: the last value of a run; best: its highest. Training "
-        f"rewards are trailing means of {compared.window} iterations, from the first whole window on (each "
-        "iteration has other prompts); evaluations are as measured. Higher counts as better.",
+        f"rewards are trailing means of {compared.window} iterations (each has other prompts), from the "
+        "first whole window on; of as many lines, where a run's lines were merged. Evaluations are as "
+        "measured. Higher counts as better.",
         f"Differences to {next(iter(compared.arms))} are paired by seed. Equal cost: every run at the "
         "largest number of iterations, forwards or seconds that all runs with that measure reached, "
         "interpolated linearly. Forwards are those of the rollout; with the update, a trained row counts as "

@@ -24,6 +24,7 @@ from g2rpo.memory import (
     Memory,
     changes_that_help,
     chosen_rollout_batch,
+    forwards_per_sample,
     memory_of,
     run_plans,
     trained_params,
@@ -96,7 +97,7 @@ def plan_costs(
 
     Args:
         num_processes: over which the groups of an iteration are divided, and trained weights sharded.
-        seconds_per_forward: of one image on one device, if that is all that is known.
+        seconds_per_forward: the network's, of one image on one device, if that is all that is known.
         speeds: what is known better, see speeds.py.
         gpu: name of the kind of device, for the comparison with the released code.
         memory_bytes: of a device; what does not fit, and which setting would, becomes a note. Needed with
@@ -126,14 +127,16 @@ def plan_costs(
     if settings.rollout_batch == "auto":
         settings, notes = _with_batch(settings, shape, plans, num_processes, memory_bytes)
     groups, n = settings.prompts_per_iteration, len(plans)
-    counts = [plan.nfe(settings.group_size) for plan in plans]
+    networks = forwards_per_sample(settings)
+    counts = [plan.nfe(settings.group_size, networks) for plan in plans]
     forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
     per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
     images = groups * sum(per_group) / n
-    passes = [algorithm.forwards_a_row(plan, settings.gradient_checkpointing) for plan in plans]
+    size, recomputed = settings.group_size, settings.gradient_checkpointing
+    passes = [algorithm.forwards_a_row(plan, size, recomputed) for plan in plans]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
     watched = _watched_images(settings, num_prompts)
-    eval_forwards = watched * settings.eval_num_steps
+    eval_forwards = networks * watched * settings.eval_num_steps
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
     flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
     memory = memory_of(settings, shape, plans, num_processes, trained)
@@ -153,8 +156,10 @@ def plan_costs(
         watching = eval_forwards * speeds.forward + watched * (speeds.decode + speeds.reward)
         run_seconds = n * sum(seconds.values()) + watching / num_processes + speeds.once
     if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > LEAST_PARAMS:
-        naive = groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
+        naive = networks * groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
+    if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
+        notes += ("step_draw=spread goes by the rewards to come: counted as if the steps were drawn evenly",)
     notes += coinciding_tails(plans, settings)
     notes += tuple(filter(None, map(coarse_tails, plans)))[:1]
     if memory_bytes is not None:

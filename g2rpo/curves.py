@@ -75,6 +75,9 @@ def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
         for name, value in line.items():
             if name.startswith(COMPARED) and value is not None and math.isfinite(value):
                 points.setdefault(name, {})[line["step"]] = float(value)
+    for name, values in points.items():  # a gain starts at none, where its evaluation has a start
+        if name.startswith("eval_gain/") and 0 in points.get(name.replace("eval_gain/", "eval/", 1), {}):
+            values.setdefault(0, 0.0)
     curves = {}
     for name, values in points.items():
         step = np.array(sorted(values), dtype=float)

@@ -146,11 +146,11 @@ class _Evaluation:
             text = path.read_bytes()
             text = text[: text.rfind(b"\n") + 1]  # a number that broke off is another number
             lines = io.StringIO(text.decode("utf-8", errors="replace"), newline="")
-            for row in csv.DictReader(lines, self._heads()):
+            for row in csv.DictReader(lines):  # by its own head: rewards may come in another order now
                 try:
                     place = (row["model"], int(row["steps"]), int(row["index"]))
                     scores = {name: float(row[name]) for name in self.names}
-                except (TypeError, ValueError):  # the head, or a row that broke off
+                except (KeyError, TypeError, ValueError):  # a row that broke off
                     continue
                 asked = place[0] in self.lineup.labels and place[1] in self.lineup.drawing.steps
                 valid = all(map(math.isfinite, scores.values()))
@@ -158,8 +158,10 @@ class _Evaluation:
                     rows[place] = scores
         return rows
 
-    def _heads(self) -> list[str]:
-        return ["model", "steps", "index", "prompt", "seed", "file", *self.names]
+    def _head(self) -> str:
+        text = io.StringIO(newline="")
+        csv.writer(text).writerow(["model", "steps", "index", "prompt", "seed", "file", *self.names])
+        return text.getvalue()
 
     def _parts(self) -> list[Path]:
         return sorted(self.lineup.out.glob("scores.part-*.csv"))
@@ -178,10 +180,8 @@ class _Evaluation:
         """Every row in OUT/scores.csv, in order, by the first process; the processes' own parts go."""
         if rank() or not (self.rows or self._parts()):
             return
-        head = io.StringIO(newline="")
-        csv.writer(head).writerow(self._heads())
         with self.csv.with_suffix(".new").open("w", newline="", encoding="utf-8") as file:
-            file.write(head.getvalue() + self._lines([p for p in self._places() if p in self.rows]))
+            file.write(self._head() + self._lines([p for p in self._places() if p in self.rows]))
         self.csv.with_suffix(".new").replace(self.csv)
         for part in self._parts():
             part.unlink()
@@ -246,6 +246,7 @@ class _Evaluation:
             counted(total, "pictures", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
             part.open("w", newline="", encoding="utf-8") as file,
         ):
+            file.write(self._head())
             for places in todo:
                 pixels = torch.stack([read_pixels(self.lineup.file(*place)) for place in places]).to(device)
                 prompts = [every[i].text for _, _, i in places]

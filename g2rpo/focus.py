@@ -48,7 +48,7 @@ class Focus:
     def spread(self) -> dict[int, float]:
         """By noise step, over the mean of all steps seen: the mean over the rewards."""
         found: dict[int, list[float]] = {}
-        for by_step in self._spread.values():
+        for by_step in filter(None, self._spread.values()):
             usual = sum(by_step.values()) / len(by_step)
             for step, value in by_step.items():
                 found.setdefault(step, []).append(value / usual if usual else 0.0)
@@ -69,7 +69,11 @@ class Focus:
         positions, self.position, passed = self._walk(len(rollouts))
         for text in passed:
             del self._flat[text]
-        flat = [bool((one == 0).all()) for one in advantages]
+        # A group without two scores taught nothing either, but its prompt is not to blame.
+        flat = [
+            bool((one == 0).all()) and int(rollout.valid.sum(1).max()) > 1
+            for rollout, one in zip(rollouts, advantages, strict=True)
+        ]
         if self.skip_flat:
             for position, is_flat in zip(positions, flat, strict=True):
                 if is_flat:

@@ -7,6 +7,7 @@ update a block at a time). The text encoders have come and gone before anything 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +93,10 @@ def memory_of(
     # What the backward needs of a block is about 34 bytes a token and channel in 16 bits (Korthikanti et al.,
     # arXiv:2205.05198, without the attention matrix, which is never stored); recomputed, its input alone.
     block = update_rows * tokens * width * 17 * compute
-    stored = block * shape.blocks
+    networks = forwards_per_sample(settings)  # whose graphs are kept together
+    stored = block * shape.blocks * networks
     if settings.gradient_checkpointing:
-        stored = block + update_rows * tokens * width * compute * shape.blocks
+        stored = block + update_rows * tokens * width * compute * shape.blocks * networks
     transient = _batch(settings) * row_bytes(settings, shape)
     latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
     member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
@@ -225,10 +227,17 @@ def _batch(settings: Settings) -> int:
     return 1 if settings.rollout_batch == "auto" else settings.rollout_batch
 
 
+def forwards_per_sample(settings: Settings) -> int:
+    """Network forwards behind one velocity: two with true classifier-free guidance."""
+    return 1 if settings.true_cfg == 1 else 2
+
+
 def step_rows(settings: Settings, plan: Plan) -> int:
-    """Most rows of one group in one optimizer step: those of all noise steps, or of one."""
-    rows = plan.nfe(settings.group_size)["update"]
-    if settings.option("update") == "once" or len(plan.noise_steps) == 1:
+    """Most rows of one group in one optimizer step: those of all noise steps, of one, or of some members."""
+    rows, size = plan.nfe(settings.group_size)["update"], settings.group_size
+    if settings.option("update") == "per_chunk" and not plan.shares_rows:
+        return rows // size * math.ceil(size / min(size, settings.option("update_chunks")))
+    if settings.option("update") != "per_step" or len(plan.noise_steps) == 1:
         return rows
     # Where members draw the steps that they train, all of them may draw the same one.
     return settings.group_size if plan.num_trained is not None else rows // len(plan.noise_steps)

@@ -53,6 +53,7 @@ def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list
     found: list[str] = []
     for wanted in given if given is not None else map(_short, models):
         name = re.sub(r"[^\w.@+-]+", "_", wanted.strip()).strip("._") or "model"
+        name = re.sub(r"\.(?=(csv|json|md|png)$)", "_", name)  # as the files beside it are called
         label, number = name, 1
         while label in found:
             number += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from g2rpo.costs import Costs, plan_costs
@@ -60,6 +62,9 @@ def plan_here(
         memory_bytes=memory_bytes,
         num_prompts=len(read_prompts(settings.prompts)[0]),
     )
+    if name is not None and not costs.seconds:
+        unknown = f"no times: the table has none for this model on {name}; --measure or --seconds-per-forward"
+        costs = replace(costs, notes=(*costs.notes, unknown))
     return costs
 
 

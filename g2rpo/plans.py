@@ -106,8 +106,13 @@ class Plan:
 
     @property
     def shares_states(self) -> bool:
-        """Every noisy step starts at an anchor state, one for the whole group (not so on a longer path)."""
+        """Every noisy step starts at an anchor state of the whole group (not so on a longer path)."""
         return all(len(branch.noise_steps) == 1 for branch in self.branches)
+
+    @property
+    def shares_rows(self) -> bool:
+        """One forward of the update serves a group: it shares its states, and all members train."""
+        return self.shares_states and self.num_trained is None
 
     @property
     def anchor_evaluations(self) -> int:
@@ -139,14 +144,10 @@ class Plan:
         per_member_sde = sum(len(branch.noise_steps) - 1 for branch in self.branches)
         per_member_tails = sum(branch.forwards for branch in self.branches) - per_member_sde
         trained = len(self.noise_steps) if self.num_trained is None else self.num_trained
-        shared_update = self.shares_states and self.num_trained is None
-        parts = {
-            "anchor": self.anchor_evaluations,
-            "sde": group_size * per_member_sde,
-            "tails": group_size * per_member_tails,
-        }
+        parts = {"anchor": self.anchor_evaluations}
+        parts |= {"sde": group_size * per_member_sde, "tails": group_size * per_member_tails}
         parts["total"] = sum(parts.values())
-        parts["update"] = trained if shared_update else group_size * trained
+        parts["update"] = trained if self.shares_rows else group_size * trained
         return {name: forwards_per_sample * count for name, count in parts.items()}
 
     def naive_forwards(self, group_size: int) -> int:

@@ -29,7 +29,8 @@ class Speeds:
     """Seconds on one device.
 
     Attributes:
-        forward: a sample's forward without gradient. tail: the same in the tails' precision.
+        forward: the network's, of a sample, without gradient; true classifier-free guidance takes two.
+        tail: the same in the tails' precision.
         decode, reward: an image.
         update: a row's forward with gradient; its backward counts as two, a recomputed forward as one.
         once: at the start of a run, compiling.
@@ -108,7 +109,7 @@ def looked_up(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
     tail = forward
     if settings.tails_precision == "float8":
         tail = rates.float8_lora if lora else rates.float8
-    flops = shape.forward_flops * (1 if settings.true_cfg == 1 else 2)
+    flops = shape.forward_flops
     return Speeds(
         forward=flops / forward / 1e12,
         tail=flops / tail / 1e12,
@@ -138,14 +139,14 @@ def measure(
     Args:
         batch: samples of a forward. rewards: what scores an image. example: prompt that they are given.
     """
-    prompt = example.text
+    prompt, networks = example.text, policy.forwards_per_sample
     began = time.perf_counter()
     with torch.no_grad(), policy.resident():  # type: ignore[attr-defined]
         forward = measure_forward(policy, batch=batch)
         with policy.tails():  # type: ignore[attr-defined]
             low = settings.tails_precision != "compute"
             tail = measure_forward(policy, batch=batch) if low else forward
-    once = time.perf_counter() - began - 4 * batch * (forward + tail * low)
+    once = time.perf_counter() - began - 4 * batch * networks * (forward + tail * low)
     images = settings.decode_batch
     metadata = [example.metadata] * images
     latents = torch.zeros(images, *policy.latent_shape, device=policy.device)
@@ -159,17 +160,18 @@ def measure(
     def step() -> None:
         policy.velocity(x, sigma, cond).square().mean().backward()
 
-    update = _seconds(step, policy) / rows / (3 + settings.gradient_checkpointing)
+    update = _seconds(step, policy) / rows / (3 + settings.gradient_checkpointing) / networks
     for parameter in policy.module.parameters():
         parameter.grad = None
     return Speeds(forward, tail, decode, update, reward / images, max(0.0, once), "measured here")
 
 
 def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> float:
-    """Seconds per image of a no-grad forward, the best of `repeats` after one to warm up."""
+    """Seconds per image of the network's no-grad forward, the best of `repeats` after one to warm up."""
     x, sigma, cond = _inputs(policy, batch)
     with torch.no_grad():
-        return _seconds(lambda: policy.velocity(x, sigma, cond), policy, repeats) / batch
+        velocity = _seconds(lambda: policy.velocity(x, sigma, cond), policy, repeats)
+    return velocity / batch / policy.forwards_per_sample
 
 
 def _inputs(policy: Policy, batch: int) -> tuple[torch.Tensor, torch.Tensor, Conditioning]:

@@ -46,7 +46,7 @@ from g2rpo.memory import agreed_rollout_batch
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models import resolve_device
 from g2rpo.models.flux import FluxPolicy
-from g2rpo.optimizer import learning_rate, make_optimizer, set_learning_rate
+from g2rpo.optimizer import follow, holding, learning_rate, make_optimizer, set_learning_rate
 from g2rpo.options import make_algorithm
 from g2rpo.policy import Conditioning
 from g2rpo.prompts import PromptStream, read_prompts
@@ -58,7 +58,7 @@ from g2rpo.saved import check_weights, policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
 from g2rpo.stopwatch import Stopwatch, peak_memory
-from g2rpo.update import NotFinite, advantages_of, follow, holding, reference_of, rows_of, update
+from g2rpo.update import NotFinite, advantages_of, reference_of, rows_of, update
 from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
 
 
@@ -265,7 +265,7 @@ class Trainer:
         )  # fmt: skip
         told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
         trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
-        a_row = algorithm.forwards_a_row(samples.plan, settings.gradient_checkpointing)
+        a_row = algorithm.forwards_a_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
         nfe = {
             "nfe": samples.nfe["total"] * world_size(),
             "nfe_update": settings.prompts_per_iteration * trained_rows * a_row,

@@ -2,8 +2,9 @@
 
     rows     one network forward each: an anchor state that G members share, or one member's own state
     loss     minus the clipped objective (loss.py), the mean over all trained (prompt, step, member)
-    steps    "once": gradients of all noise steps together, one optimizer step;
-             "per_step": an optimizer step after each noise step
+    steps    "once": all gradients together, one optimizer step;
+             "per_step": an optimizer step after each noise step;
+             "per_chunk": one after each of several parts of every group's members
 
 With one optimizer step the old log-probability is the new one, detached, and the ratio is exactly 1. With
 several, one more pass through the same forwards gives it, before the first step.
@@ -17,9 +18,8 @@ Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from g2rpo.advantages import group_advantages, pooled_std
 from g2rpo.algorithms import Algorithm
-from g2rpo.distributed import gathered, local, whole, world_size
+from g2rpo.distributed import gathered, whole, world_size
 from g2rpo.loss import clipped_surrogate, step_kl
+from g2rpo.optimizer import holding
 from g2rpo.policy import Conditioning, Policy
 from g2rpo.rollout import Rollout
 from g2rpo.sde import transition, transition_log_prob
@@ -54,7 +55,8 @@ class Rows:
 
     Attributes:
         x: [N, L, C]. x_next: [N, G, L, C]. step: [N], index into the schedule. prompt: [N], row of the
-            conditioning. advantages, rollout_log_prob: [N, G]; the latter not a number where the step broke.
+            conditioning. member: [N], whose state it is; 0 where it is the group's.
+        advantages, rollout_log_prob: [N, G]; the latter not a number where the step broke.
         velocity: [N, L, C], the rollout's at x, or None.
     """
 
@@ -62,6 +64,7 @@ class Rows:
     x_next: Tensor
     step: Tensor
     prompt: Tensor
+    member: Tensor
     advantages: Tensor
     rollout_log_prob: Tensor
     velocity: Tensor | None = None
@@ -73,6 +76,11 @@ class Rows:
         values = (getattr(self, name) for name in self.__dataclass_fields__)
         return Rows(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
+    def of(self, members: slice) -> Rows:
+        """With these of the members that share a state alone."""
+        shared = ("x_next", "advantages", "rollout_log_prob")
+        return replace(self, **{name: getattr(self, name)[:, members] for name in shared})
+
 
 def advantages_of(
     rollouts: Sequence[Rollout], algorithm: Algorithm, weights: Sequence[float]
@@ -81,21 +89,23 @@ def advantages_of(
     weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
     if algorithm.normalize_weights:
         weight = weight / weight.abs().sum()  # by its size: a negative weight stays negative
+    # what judges a path is the same for its steps; its own step's latents may still be broken
+    valid = [r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True) for r in rollouts]
     spread = None
     if algorithm.advantage_std == "batch":
-        spread = pooled_std(torch.stack([r.rewards for r in rollouts], 1), ddof=algorithm.advantage_ddof)
+        judged = [r.rewards.where(v[None, :, None], math.nan) for r, v in zip(rollouts, valid, strict=True)]
+        spread = pooled_std(torch.stack(judged, 1), ddof=algorithm.advantage_ddof)
     return [
         group_advantages(
             r.rewards,
             weight,
             algorithm.advantage_clip,
-            # what judges a path is the same for its steps; its own step's latents may still be broken
-            valid=r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True),
+            valid=v,
             eps=algorithm.advantage_eps,
             ddof=algorithm.advantage_ddof,
             std=spread,
         ).expand(len(r.step), -1)
-        for r in rollouts
+        for r, v in zip(rollouts, valid, strict=True)
     ]
 
 
@@ -117,6 +127,7 @@ def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
                 "x": x[:, 0],
                 "x_next": x_next,
                 "step": rollout.step[:, 0],
+                "member": torch.zeros_like(rollout.step[:, 0]),
                 "advantages": advantage,
                 "rollout_log_prob": rollout.log_prob,
             }
@@ -128,6 +139,7 @@ def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
                 "x": x.flatten(0, 1)[kept],
                 "x_next": x_next.flatten(0, 1)[kept][:, None],
                 "step": rollout.step.expand(-1, group_size).flatten()[kept],
+                "member": torch.arange(group_size).to(rollout.step).repeat(len(rollout.step))[kept],
                 "advantages": advantage.flatten()[kept][:, None],
                 "rollout_log_prob": rollout.log_prob.flatten()[kept][:, None],
             }
@@ -160,34 +172,6 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
     return with_first_weights
 
 
-@contextmanager
-def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Parameters that have `values` for a while, such as their running mean; the others keep their own."""
-    live = {name: parameters[name].detach().clone() for name in values}
-
-    @torch.no_grad()
-    def put(source: Mapping[str, Tensor]) -> None:
-        for name, value in source.items():
-            local(parameters[name]).copy_(local(value))
-
-    try:
-        put(values)
-        yield
-    finally:
-        put(live)
-
-
-@torch.no_grad()
-def follow(means: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float, step: int) -> None:
-    """Moves running means of the weights (an EMA) on, after `step` iterations and this one.
-
-    Young averages follow quickly: the first iterations would otherwise be mostly the base model.
-    """
-    if means:
-        mean, now = ([local(t) for t in some.values()] for some in (means, parameters))
-        torch._foreach_lerp_(mean, now, 1 - min(decay, (step + 1) / (step + 10)))
-
-
 def update(
     policy: Policy,
     algorithm: Algorithm,
@@ -215,16 +199,12 @@ def update(
         KL, kl. Means over optimizer steps.
 
     Raises:
-        NotFinite: a gradient that is not a number; no step was taken with it, but with "per_step" perhaps
-            some before it.
+        NotFinite: a gradient that is not a number; no step was taken with it, but of several perhaps some
+            before it.
     """
     schedule = sigmas.to(rows.x.device)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
-    once = algorithm.update == "once"
-    # A number for each optimizer step, the same on every process: the rows of a step may be on others alone.
-    steps = [None] if once else sorted({k for found in gathered(rows.step.unique().tolist()) for k in found})
-    index = torch.arange(len(rows), device=rows.x.device)
-    groups = [index if k is None else index[rows.step == k] for k in steps]
+    groups = _optimizer_steps(algorithm, rows)
 
     def evaluate(part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability [N, G] of the members' states, with mean [N * G, ...] and std of their step."""
@@ -236,23 +216,34 @@ def update(
         log_prob = transition_log_prob(algorithm.diffusion, part.x_next.flatten(0, 1), mean, std)
         return log_prob.unflatten(0, (-1, members)), mean, std
 
-    plans = [_batches(group, update_batch) for group in groups]
+    departed = torch.zeros(2, len(schedule), device=rows.x.device)  # by step: sum over rows, number of rows
+
+    def first(part: Rows, counted: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `evaluate`, with the rollout's weights: how far it departs from the rollout is noted."""
+        log_prob, mean, std = evaluate(part, policy.velocity)
+        if part.velocity is not None and counted:
+            sound = part.rollout_log_prob.isfinite().all(1)
+            off = departure(algorithm, part, schedule, mean, std).where(sound, 0.0)
+            departed[0].index_add_(0, part.step, off)
+            departed[1].index_add_(0, part.step, sound.to(departed.dtype))
+        return log_prob, mean, std
+
+    plans = [(*_batches(index, update_batch), members) for index, members in groups]
     old: dict[int, Tensor] = {}
     if len(groups) > 1:
         # With gradient, dropped at once: without it other kernels may run, and the first ratio be no 1.
-        for g, (batches, _) in enumerate(plans):
-            found = [evaluate(rows[b], policy.velocity)[0].detach()[: None if n else 0] for b, n in batches]
+        for g, (batches, _, members) in enumerate(plans):
+            found = [first(rows[b].of(members), n)[0].detach()[: None if n else 0] for b, n in batches]
             old[g] = torch.cat(found)
 
     stats: dict[str, list[Tensor]] = {}
     drift = torch.zeros((), device=rows.x.device)
-    departed = torch.zeros(2, len(schedule), device=rows.x.device)  # by step: sum over rows, number of rows
-    for g, (batches, total) in enumerate(plans):
+    for g, (batches, total, members) in enumerate(plans):
         optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         done = 0
         for batch, counted in batches:
-            part = rows[batch]
+            part = rows[batch].of(members)
             whole_rows = part.rollout_log_prob.isfinite()
             share = counted * world_size() / total
             mean_reference = None
@@ -260,10 +251,7 @@ def update(
                 assert reference is not None
                 with torch.no_grad():
                     _, mean_reference, _ = evaluate(part, reference)
-            log_prob, mean, std = evaluate(part, policy.velocity)
-            if part.velocity is not None and counted and not g:  # later optimizer steps have other weights
-                departed[0].index_add_(0, part.step, departure(algorithm, part, schedule, mean, std))
-                departed[1].index_add_(0, part.step, torch.ones_like(part.step, dtype=departed.dtype))
+            log_prob, mean, std = evaluate(part, policy.velocity) if old else first(part, counted)
             before = old[g][done : done + counted] if old and counted else log_prob.detach()
             done += counted
             loss, told = clipped_surrogate(log_prob, before, part.advantages, algorithm.clip_range)
@@ -276,8 +264,9 @@ def update(
             sums["ratio_max_dev"] = torch.maximum(sums.get("ratio_max_dev", deviation), deviation)
             for name, value in told.items():
                 sums[name] = sums.get(name, 0.0) + value.detach() * share
-            off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole_rows, 0.0)
-            drift = torch.maximum(drift, off.max())
+            if counted:  # a forward that makes up for missing rows may be of weights that have moved
+                off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole_rows, 0.0)
+                drift = torch.maximum(drift, off.max())
         sums["grad_norm"] = whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
         if not bool(sums["grad_norm"].isfinite()):
             optimizer.zero_grad(set_to_none=True)
@@ -312,6 +301,24 @@ def departure(algorithm: Algorithm, part: Rows, schedule: Tensor, mean: Tensor, 
     before, _ = transition(algorithm.diffusion, part.x, part.velocity, schedule, part.step, algorithm.eta)
     off = (mean[::members] - before).flatten(1).square().mean(1).sqrt()
     return (off / std.flatten()[::members]).to(torch.float32)
+
+
+def _optimizer_steps(algorithm: Algorithm, rows: Rows) -> list[tuple[Tensor, slice]]:
+    """Row numbers of each optimizer step and which of the members that share a row it trains.
+
+    As many on every process: the rows of one may be on others alone.
+    """
+    index = torch.arange(len(rows), device=rows.x.device)
+    if algorithm.update == "per_step":
+        steps = sorted({k for found in gathered(rows.step.unique().tolist()) for k in found})
+        return [(index[rows.step == k], slice(None)) for k in steps]
+    sharing = rows.x_next.shape[1]
+    group_size = sharing if sharing > 1 else max(gathered(int(rows.member.max()))) + 1
+    parts = torch.arange(group_size).tensor_split(algorithm.chunks(group_size))
+    spans = [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+    if sharing > 1:
+        return [(index, span) for span in spans]
+    return [(index[(rows.member >= s.start) & (rows.member < s.stop)], slice(None)) for s in spans]
 
 
 def _batches(group: Tensor, size: int) -> tuple[list[tuple[Tensor, int]], int]:

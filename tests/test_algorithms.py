@@ -120,8 +120,10 @@ def test_the_docs_table_is_the_presets():
         assert f"`{name}`" in page
         made = PRESETS[name]()
         assert rows["$T$, $\\eta$"][column] == f"{made.num_steps}, {made.eta:g}"
+        shares = {3: "a third", 4: "a quarter"}
+        chunks = made.chunks(12)
         assert rows["optimizer steps an iteration"][column] == (
-            "1" if made.update == "once" else "one a noisy step"
+            "1" if chunks == 1 else f"{chunks}, over {shares[chunks]} of the members each"
         )
         totals = [made.plan.plan(made.num_steps, 0, i).nfe(12)["total"] for i in range(300)]
         stated = float(
@@ -135,13 +137,20 @@ def test_the_docs_table_is_the_presets():
 def test_what_a_row_of_the_update_costs():
     def row(recomputed=False, **options) -> int:
         algorithm = PRESETS["g2rpo"](num_steps=6, train_steps=3, **options)
-        return algorithm.forwards_a_row(algorithm.plan.plan(6, 0, 0), recomputed)
+        return algorithm.forwards_a_row(algorithm.plan.plan(6, 0, 0), 12, recomputed)
 
     assert row() == 3
     assert row(kl_beta=0.1) == row(update="per_step") == row(recomputed=True) == 4
     assert row(recomputed=True, kl_beta=0.1, update="per_step") == 6
     one = PRESETS["g2rpo"](num_steps=6, train_steps=1, update="per_step")
-    assert one.forwards_a_row(one.plan.plan(6, 0, 0)) == 3  # one step: its ratio is 1, nothing comes before
+    assert one.forwards_a_row(one.plan.plan(6, 0, 0), 12) == 3  # one step: its ratio is 1, nothing before it
+    # A row of the group is gone through for each part of its members, and before all of them; not a member's.
+    assert row(update="per_chunk") == 4 * 4 and row(update="per_chunk", update_chunks=1) == 3
+    for name in ("mix_grpo", "dance_grpo"):
+        own = PRESETS[name](num_steps=6, kl_beta=0.1)
+        assert own.forwards_a_row(own.plan.plan(6, 0, 0), 12) == 5
+    assert [PRESETS[name]().chunks(12) for name in ("mix_grpo", "dance_grpo", "g2rpo")] == [4, 3, 1]
+    assert PRESETS["mix_grpo"]().chunks(3) == 3  # no more parts than members
 
 
 @pytest.mark.parametrize(

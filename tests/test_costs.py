@@ -98,6 +98,8 @@ def activations(folder, **options) -> int:
         ({"algorithm": "g2rpo", "train_steps": 3}, 3),  # "once": all noise steps, a row for the group
         ({"algorithm": "g2rpo", "train_steps": 3, "update": "per_step"}, 1),
         ({"algorithm": "flow_grpo", "num_steps": 6, "update": "per_step"}, 4),  # a row a member
+        ({"algorithm": "mix_grpo", "num_steps": 6, "window": 2}, 2),  # a member's steps, four times
+        ({"algorithm": "mix_grpo", "num_steps": 6, "window": 2, "update_chunks": 3}, 4),
     ],
 )
 def test_an_update_batch_holds_rows_of_every_group(folder, options, rows_of_a_group):
@@ -119,8 +121,16 @@ def test_an_update_batch_holds_rows_of_every_group(folder, options, rows_of_a_gr
     ],
 )
 def test_forwards_of_an_update(folder, options, passes):
+    # true classifier-free guidance takes two forwards wherever one is counted
+    two = Settings(model=str(folder), iterations=2, true_cfg=2.0, **options)
+    guided = plan_costs(two, seconds_per_forward=1.0)
     costs = plan_costs(Settings(model=str(folder), iterations=2, **options), seconds_per_forward=1.0)
     assert costs.seconds["update"] == passes * costs.forwards["update"]
+    assert guided.forwards == {part: 2 * count for part, count in costs.forwards.items()}
+    assert guided.eval_forwards == 2 * costs.eval_forwards
+    assert guided.seconds["update"] == 2 * costs.seconds["update"]
+    stored, twice = (one.memory.phases["update"]["activations"] for one in (costs, guided))
+    assert twice == 2 * stored
 
 
 def test_what_is_drawn_to_watch(folder):

@@ -32,6 +32,15 @@ def test_a_run_that_does_not_say_what_its_update_took_is_refused():
         curves_of(given)
 
 
+def test_a_gain_starts_at_none():
+    given = lines([1.0, 2.0], evals=[(0, 0.5), (2, 0.7)])
+    given[-1]["eval_gain/e"] = 0.2
+    found = curves_of(given)["eval_gain/e"]
+    assert (found.x["step"].tolist(), found.y.tolist()) == ([0, 2], [0, 0.2])
+    alone = [{k: v for k, v in line.items() if k != "eval/e"} for line in given]
+    assert curves_of(alone)["eval_gain/e"].y.tolist() == [0.2]  # nobody says where it started
+
+
 def test_smoothing_starts_with_the_first_whole_window():
     given = curve([1.0, 2.0, 6.0, 4.0])
     assert smoothed(given, 1).y.tolist() == [1, 2, 6, 4]

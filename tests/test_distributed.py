@@ -47,7 +47,13 @@ METHODS = {
         "algorithm=dance_grpo",
         "train_steps=none",
         "granularities=none",
+        "update=per_step",
         "kl_beta=1.0",
+    ],
+    "path, an update a part of the members": [
+        "algorithm=dance_grpo",
+        "train_steps=none",
+        "granularities=none",
     ],
 }
 

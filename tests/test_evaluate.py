@@ -210,12 +210,20 @@ def test_interrupted_it_goes_on(tmp_path, own, drawn):
     # As if the power had failed: a part of a row, the last number of which is cut.
     head, *rows = (tmp_path / "out" / "scores.csv").read_text().splitlines(keepends=True)
     (tmp_path / "out" / "scores.csv").write_text(head + "".join(rows[:3]))
-    (tmp_path / "out" / "scores.part-0.csv").write_text(rows[3] + rows[4].rstrip()[:-3])
+    (tmp_path / "out" / "scores.part-0.csv").write_text(head + rows[3] + rows[4].rstrip()[:-3])
     own.CALLS.clear()
     assert not evaluate(MODELS, drawing(), REWARDS, **given).interrupted
     assert len(drawn) == 8 and [len(prompts) for prompts, _ in own.CALLS] == [2, 4, 2, 4, 2, 4, 2]
     evaluate(MODELS, drawing(), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_rewards_in_another_order_keep_their_scores(tmp_path, own):
+    evaluate(MODELS[:1], drawing(), REWARDS, out="out", say=quiet)
+    before = table(tmp_path / "out")
+    again, clean = (evaluate(MODELS, drawing(), REWARDS[::-1], out=o, say=quiet) for o in ("out", "clean"))
+    assert again.means == clean.means and again.differences == clean.differences
+    assert table(tmp_path / "out")[: len(before)] == before
 
 
 def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
@@ -308,6 +316,7 @@ def test_labels_are_short_and_different():
     ]  # fmt: skip
     assert labels_of(["x/runs/mine/0", "x/runs/other/0", "7"]) == ["mine_0", "other_0", "7"]
     assert labels_of(["a", "b", "c"], ["my base", "../x", "x"]) == ["my_base", "x", "x-2"]
+    assert labels_of(["a", "b"], ["grid_2.png", "v1.5"]) == ["grid_2_png", "v1.5"]  # .png: a file's name
     with pytest.raises(ValueError, match="no models"):
         labels_of([])
 

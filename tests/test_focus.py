@@ -21,7 +21,8 @@ def stream(n: int) -> PromptStream:
 
 def group(rewards: torch.Tensor, steps=(0, 1)):
     """A judged rollout: rewards [R, K, J, G]."""
-    return SimpleNamespace(rewards=rewards, step=torch.tensor(steps)[:, None])
+    valid = rewards.isfinite().all(2).all(0)
+    return SimpleNamespace(rewards=rewards, step=torch.tensor(steps)[:, None], valid=valid)
 
 
 def seen(focus: Focus, count: int, flat: set[str]) -> list[str]:
@@ -160,3 +161,21 @@ def test_a_kept_state_goes_on_the_same_way():
         torch.manual_seed(2)
         assert seen(again, 2, flat) == first
     assert again.spread() == focus.spread()
+
+
+def test_a_group_without_scores_is_not_flat():
+    focus = Focus(stream(4), skip_flat=True)
+    scores = [torch.rand(1, 2, 1, 3), torch.full((1, 2, 1, 3), torch.nan), torch.ones(1, 2, 1, 3)]
+    flat = [focus.stream.at(position, 1)[0].text for position in focus.upcoming(3)][2]
+    advantages = [torch.ones(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)]
+    told = focus.see([group(one) for one in scores], advantages, ["r"])
+    assert told["flat_groups"] == 1 and list(focus.state_dict()["flat"]) == [flat]
+
+
+def test_a_reward_that_never_answered_has_no_spread():
+    focus = Focus(stream(4))
+    scores = torch.cat([torch.full((1, 2, 1, 3), torch.nan), torch.rand(1, 2, 1, 3)])
+    focus.see([group(torch.full((1, 2, 1, 3), torch.nan))], [torch.zeros(2, 3)], ["broken"])
+    assert focus.spread() == {}
+    focus.see([group(scores)], [torch.zeros(2, 3)], ["broken", "sound"])
+    assert set(focus.spread()) == {0, 1}

@@ -18,7 +18,7 @@ from g2rpo import trainer
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.interrupt import interruptible, undisturbed
 from g2rpo.models.flux import FluxPolicy
-from g2rpo.update import holding
+from g2rpo.optimizer import holding
 
 
 @pytest.fixture

@@ -116,6 +116,19 @@ def test_progress_counts_forwards_and_time_since_the_resume(monkeypatch):
     assert "NFE/s 2  left 1 min 40 s" in stream.getvalue()
 
 
+def test_progress_leaves_out_what_comes_once_before_the_first_iteration(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Progress(4, console=Console(file=stream, width=120))
+    now[0] += 1000 + 50  # pictures before, then an iteration of 50 s
+    progress.update({**line(1), "seconds": 50.0})
+    now[0] += 70  # the next took 50 s, an evaluation 20 s: that comes again
+    progress.update({**line(2), "seconds": 50.0})
+    first, second = stream.getvalue().splitlines()
+    assert "NFE/s 2  left 2 min 30 s" in first and "left 2 min 00 s" in second
+
+
 def test_times():
     assert [format_seconds(s) for s in (0, 59.4, 61, 3599.6, 7620)] == [
         "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 07 min",

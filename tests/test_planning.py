@@ -73,8 +73,8 @@ def test_the_table_knows_what_makes_a_forward_fast():
     assert eager.forward > plain.forward and eager.once == 0
     lora = looked_up(Settings(**LORA), shape, "H200")
     assert plain.forward < lora.forward < eager.forward
-    twice = looked_up(base.model_copy(update={"true_cfg": 2.0}), shape, "H200")
-    assert twice.forward == pytest.approx(2 * plain.forward)
+    guided = looked_up(base.model_copy(update={"true_cfg": 2.0}), shape, "H200")
+    assert guided == plain  # of one forward of the network; `plan_costs` counts two
 
 
 @pytest.mark.parametrize(

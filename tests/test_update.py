@@ -1,15 +1,18 @@
 """The update of a policy whose one weight is a gain: broken samples, signs of weights, a gradient of NaN."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from toy import GaussianPolicy, explore
 
 from g2rpo.algorithms import PRESETS
+from g2rpo.optimizer import holding
 from g2rpo.rollout import score
 from g2rpo.schedule import shifted_sigmas
-from g2rpo.update import NotFinite, advantages_of, holding, rows_of, update
+from g2rpo.sde import transition, transition_log_prob
+from g2rpo.update import NotFinite, advantages_of, rows_of, update
 
 PROMPTS = ["0.5", "-0.25"]
 
@@ -36,7 +39,7 @@ def updated(algorithm, policy, rollouts, advantages, **options):
 
 
 @pytest.mark.parametrize("what", ["the member's own", "the shared state"])
-@pytest.mark.parametrize("update_rule", ["once", "per_step"])
+@pytest.mark.parametrize("update_rule", ["once", "per_step", "per_chunk"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_broken_step_is_left_out(name, update_rule, what):
     """The same as if its advantage were 0 and its states sound: one overflow of many must not stop a run."""
@@ -59,7 +62,7 @@ def test_a_broken_step_is_left_out(name, update_rule, what):
     assert "kl" in told and all(torch.tensor(value).isfinite() for value in told.values())
 
 
-@pytest.mark.parametrize("update_rule", ["once", "per_step"])
+@pytest.mark.parametrize("update_rule", ["once", "per_step", "per_chunk"])
 def test_the_first_ratio_is_one_whatever_runs_without_gradient(update_rule):
     """Compiled blocks or another attention may round differently there; the old log-probability must not."""
 
@@ -91,7 +94,7 @@ def test_a_negative_weight_turns_its_reward_around():
 
 
 def test_a_gradient_that_is_no_number_says_how_many_steps_came_before(monkeypatch):
-    algorithm = PRESETS["dance_grpo"]()
+    algorithm = PRESETS["dance_grpo"](update="per_step")
     policy = GaussianPolicy()
     rollouts = rollouts_of(algorithm, policy)
     clip, norms = torch.nn.utils.clip_grad_norm_, []
@@ -112,3 +115,79 @@ def test_parameters_hold_other_values_for_a_while():
         assert (weights["a"].item(), weights["b"].item()) == (5, 2)
         raise KeyboardInterrupt
     assert (weights["a"].item(), weights["b"].item()) == (1, 2)
+
+
+def judged(rewards, valid):
+    """A group of a path method with two noisy steps: rewards [R, 1, 1, G], valid [G]."""
+    return SimpleNamespace(
+        rewards=rewards[:, None, None], valid=valid.expand(2, -1), step=torch.tensor([[0], [1]])
+    )
+
+
+def test_a_member_that_is_left_out_does_not_set_the_batchs_scale():
+    algorithm = PRESETS["flow_grpo"](advantage_clip=None)
+    a, b = torch.tensor([0.0, 1.0, 2.0, 1000.0]), torch.tensor([0.0, 1.0, 2.0, torch.nan])
+    valid = torch.tensor([True, True, True, False])
+    left_out = advantages_of([judged(torch.stack([a, b]), valid)], algorithm, [1.0, 1.0])[0]
+    without = torch.stack([a, b])[:, :3]
+    wanted = advantages_of([judged(without, valid[:3])], algorithm, [1.0, 1.0])[0]
+    assert torch.equal(left_out[:, :3], wanted) and not left_out[:, 3].any() and wanted.abs().max() > 2
+
+
+@pytest.mark.parametrize("name", ["g2rpo", "dance_grpo", "mix_grpo"])
+def test_chunks_of_members_each_have_their_optimizer_step(name):
+    """As one update for each part of the members, but with old log-probabilities of before all of them."""
+    algorithm = replace(PRESETS[name](num_steps=10), update="per_chunk", update_chunks=2, clip_range=10.0)
+    group_size = rollouts_of(algorithm, GaussianPolicy())[0].log_prob.shape[1]
+    rollouts = rollouts_of(algorithm, GaussianPolicy())
+    advantages = advantages_of(rollouts, algorithm, [1.0])
+    _, gain = updated(algorithm, GaussianPolicy(), rollouts, advantages)
+
+    policy = GaussianPolicy()
+    weight = next(policy.module.parameters())
+    sigmas, cond = shifted_sigmas(10), policy.encode(PROMPTS)
+    first = weight.detach().clone()
+
+    def log_prob(rollout, p, k, g):
+        """Of one member's own step, with the weights as they are now."""
+        shared = rollout.x.shape[1] == 1
+        x = rollout.x[k, 0 if shared else g][None]
+        step = rollout.step[k, 0 if rollout.step.shape[1] == 1 else g][None]
+        v = policy.velocity(x, sigmas[step], cond[torch.tensor([p])])
+        mean, std = transition(algorithm.diffusion, x, v, sigmas, step, algorithm.eta)
+        return transition_log_prob(algorithm.diffusion, rollout.x_next[k, g][None], mean, std)[0]
+
+    places = [
+        (p, k, g)
+        for p, rollout in enumerate(rollouts)
+        for k in range(len(rollout.step))
+        for g in range(group_size)
+        if bool(rollout.train_mask[k, g])
+    ]
+    with torch.no_grad():
+        before = {place: log_prob(rollouts[place[0]], *place) for place in places}
+    halves = [range(0, (group_size + 1) // 2), range((group_size + 1) // 2, group_size)]
+    for members in halves:
+        mine = [place for place in places if place[2] in members]
+        losses = [
+            -advantages[p][k, g] * (log_prob(rollouts[p], p, k, g) - before[p, k, g]).exp()
+            for p, k, g in mine
+        ]
+        (slope,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
+        with torch.no_grad():
+            weight -= 1e-3 * slope
+    assert gain == pytest.approx(weight.item(), rel=1e-5) and abs(gain - first.item()) > 1e-6
+
+
+@pytest.mark.parametrize("update_rule", ["once", "per_step", "per_chunk"])
+def test_one_broken_state_does_not_hide_how_far_the_others_depart(update_rule):
+    algorithm = replace(PRESETS["g2rpo"](num_steps=10), update=update_rule)
+    first, *rest = rollouts_of(algorithm, GaussianPolicy())
+    velocity, log_prob = first.velocity.clone(), first.log_prob.clone()
+    velocity[2], log_prob[2] = torch.nan, torch.nan
+    broken = replace(first, velocity=velocity, log_prob=log_prob, valid=log_prob.isfinite())
+    advantages = advantages_of([broken, *rest], algorithm, [1.0])
+    told, _ = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
+    departures = {name: value for name, value in told.items() if name.startswith("velocity_dev/")}
+    assert len(departures) == len(first.step)
+    assert all(torch.tensor(value).isfinite() for value in departures.values())
