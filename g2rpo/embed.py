@@ -20,7 +20,7 @@ from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import any_process, gathered, rank, world_size
 from g2rpo.interrupt import interruptible
 from g2rpo.models import resolve_device
-from g2rpo.models.files import local_folder
+from g2rpo.models.files import flux_folder
 from g2rpo.models.random import RandomText, is_random, random_configs
 from g2rpo.models.text import FluxText
 from g2rpo.models.tiny import is_tiny, tiny_folder
@@ -75,7 +75,7 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
     """The text encoders of a run's model; their weights are read at the first prompt.
 
     Raises:
-        ValueError: no such model, or a max_sequence_length that it does not take.
+        ValueError: no such model, another pipeline, or a max_sequence_length that it does not take.
     """
     # As FluxPolicy.load has it: the same products, so the same bits.
     torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
@@ -85,7 +85,7 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
     if is_random(name):
         text = RandomText(random_configs(name), device=device, precision=precision, length=length)
         return Encoders(text)
-    folder = tiny_folder(name)[0] if is_tiny(name) else local_folder(name)
+    folder = tiny_folder(name)[0] if is_tiny(name) else flux_folder(name)
     return Encoders(FluxText(folder, device=device, precision=precision, max_sequence_length=length))
 
 

@@ -31,8 +31,20 @@ class Focus:
         position: prompts taken from the stream so far, those passed over included.
     """
 
-    def __init__(self, stream: PromptStream, skip_flat: bool = False) -> None:
+    def __init__(
+        self, stream: PromptStream, skip_flat: bool = False, kept: Mapping[str, Any] | None = None
+    ) -> None:
+        """`kept` is what `state_dict` gave in the run that goes on: it says which prompts it had.
+
+        Raises:
+            ValueError: others than now.
+        """
         self.stream, self.skip_flat, self.position = stream, skip_flat, 0
+        if kept and kept.get("prompts", stream.identity) != stream.identity:
+            raise ValueError(
+                "the prompts have changed since this run began, and a place among them means others now: "
+                "give the prompts as they were, or another out=FOLDER"
+            )
         self._flat: dict[str, None] = {}  # an ordered set
         self._spread: dict[str, dict[int, float]] = {}
 
@@ -85,7 +97,12 @@ class Focus:
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         spread = {name: {str(k): v for k, v in one.items()} for name, one in self._spread.items()}
-        return {"position": self.position, "flat": list(self._flat), "spread": spread}
+        return {
+            "position": self.position,
+            "prompts": self.stream.identity,
+            "flat": list(self._flat),
+            "spread": spread,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `state_dict` gave."""

@@ -288,6 +288,12 @@ class PromptStream:
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch asked for last, and its order
 
+    @property
+    def identity(self) -> str:
+        """Changes with any prompt and with their order; what a record holds beside its text is left out."""
+        texts = json.dumps([prompt.text for prompt in self._prompts])
+        return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
+
     def at(self, position: int, count: int) -> list[Prompt]:
         """`count` prompts from `position` on.
 

@@ -99,13 +99,14 @@ class Trainer:
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
         self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
         self.stream = PromptStream(prompts, settings.seed)
-        self.focus = Focus(self.stream, settings.skip_flat)
         self.checkpoint = checkpoint_to_resume(settings)
+        kept = {} if self.checkpoint is None else read_state(self.checkpoint)
+        self.focus = Focus(self.stream, settings.skip_flat, kept.get("focus"))
         met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
         self.comparison = Comparison.of(
             settings.compare_images, settings.eval_num_steps, met, prompts, eval_prompts
         )
-        if self.checkpoint is not None and read_state(self.checkpoint)["iteration"] > 0:
+        if kept.get("iteration", 0) > 0:
             self.comparison = self.comparison.resumed(self.out)
         self.prompt_report = "; ".join(filter(None, (str(report), self.comparison.note)))
 
@@ -117,7 +118,6 @@ class Trainer:
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = load_rewards(names, device, settings.reward_options)
         embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
-        kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
         self.policy: FluxPolicy = policy_of(
             settings,

@@ -100,6 +100,10 @@ def test_models_that_are_none(place):
     assert "hollow holds no model_index.json" in refused(
         place, "sample", "hollow", "--prompt", "a red circle"
     )
+    (place / "sd3").mkdir()
+    (place / "sd3" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    for words in (["train", "tiny", "model=sd3"], ["embed", "tiny", "model=sd3"]):  # before a hub is asked
+        assert "sd3 is a StableDiffusion3Pipeline; this version trains" in refused(place, *words)
     assert "hollow is neither a run folder" in refused(place, "export", "hollow")
     assert "taken is a file; name a folder" in refused(place, "export", "hollow", "--out", "taken")
     message = refused(place, "sample", "torn.safetensors", "--base", "tiny", "--prompt", "a red circle")

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import g2rpo
 from g2rpo.algorithms import PRESETS
 from g2rpo.focus import Focus
 from g2rpo.plans import EveryStep, Singular
@@ -179,3 +180,29 @@ def test_a_reward_that_never_answered_has_no_spread():
     assert focus.spread() == {}
     focus.see([group(scores)], [torch.zeros(2, 3)], ["broken", "sound"])
     assert set(focus.spread()) == {0, 1}
+
+
+def test_other_prompts_are_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Places among the prompts are all that a checkpoint keeps of them."""
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a red circle\na blue star\n")
+    settings = {"prompts": str(prompts), "out": str(tmp_path / "run"), "cache": str(tmp_path / "cache")}
+    settings |= {
+        "iterations": 1,
+        "prompts_per_iteration": 1,
+        "group_size": 2,
+        "num_steps": 3,
+        "train_steps": 1,
+    }
+    settings |= {"num_sample_prompts": 1, "compare_images": 0, "tensorboard": False, "device": "cpu"}
+    settings |= {"granularities": [1], "eval_num_steps": 2}
+    g2rpo.train("tiny", **settings)
+    again = {**settings, "iterations": 2}
+    monkeypatch.setattr("g2rpo.trainer.load_rewards", lambda *a: pytest.fail("something was loaded"))
+    for changed in ("a blue star\na red circle\n", "a red circle\na blue star\na green square\n"):
+        prompts.write_text(changed)
+        with pytest.raises(ValueError, match="the prompts have changed since this run began"):
+            g2rpo.train("tiny", **again)
+    prompts.write_text("a red circle\n\na blue star\n")  # the same ones
+    monkeypatch.undo()
+    assert g2rpo.train("tiny", **again).step == 2

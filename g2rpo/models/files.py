@@ -37,6 +37,19 @@ def local_folder(name: str | Path) -> Path:
     return folder
 
 
+def flux_folder(name: str | Path) -> Path:
+    """As `local_folder`, of a pipeline that this version trains; looked at before anything is loaded.
+
+    Raises:
+        ValueError: as there, or another pipeline.
+    """
+    folder = local_folder(name)
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind != "FluxPipeline":
+        raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+    return folder
+
+
 def config_folder(name: str | Path) -> Path:
     """As `local_folder`, but of a hub model only the configuration files are fetched."""
     folder = Path(name).expanduser()

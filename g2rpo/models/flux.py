@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from g2rpo.distributed import resident
-from g2rpo.models.files import dtype_argument, local_folder, read_json
+from g2rpo.models.files import dtype_argument, flux_folder, read_json
 from g2rpo.models.latents import checked_resolution, image_ids, unpack
 from g2rpo.models.low_precision import check_float8, float8_linears
 from g2rpo.models.network import Training, blocks_of, fill_at_random, fill_from_folder, make_network
@@ -169,10 +169,7 @@ class FluxPolicy:
             vae: Any = random_vae(configs["vae"], device, vae_dtype)
             text = RandomText(configs, device=device, precision=precision, length=max_sequence_length)
         else:
-            folder = local_folder(name)
-            kind = read_json(folder / "model_index.json").get("_class_name")
-            if kind != "FluxPipeline":
-                raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+            folder = flux_folder(name)
             # Before 24 GB are read.
             checked_resolution(resolution, read_json(folder / "vae" / "config.json"))
             text = FluxText(
