@@ -2,19 +2,19 @@
 
     python benchmarks/slim_runs.py compared/joint/runs results/compare/joint --every 5
 
-RUNS/<arm>/<seed> becomes OUT/<arm>/<seed>: config.toml and metrics.jsonl. --every n iterations, or fewer up
-to an evaluation, become one line at the last of them: costs are their sums, everything else the mean of what
-is there; evaluations stay as they are. Numbers have five significant digits.
+RUNS/<arm>/<seed> becomes OUT/<arm>/<seed>: config.toml, without the place where it ran, and metrics.jsonl.
+--every n iterations, or fewer up to an evaluation, become one line at the last of them: costs are their sums,
+everything else the mean of what is there; evaluations stay as they are. Numbers have five significant digits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+from g2rpo.config import read_settings
 from g2rpo.metrics import read_metrics
 
 SUMS = ("nfe", "nfe_update", "seconds")
@@ -64,7 +64,8 @@ def main() -> None:
     for metrics in sorted(given.runs.glob("*/*/metrics.jsonl")):
         there = given.out / metrics.parent.relative_to(given.runs)
         there.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(metrics.parent / "config.toml", there / "config.toml")
+        settings = read_settings(metrics.parent).model_copy(update={"out": "/".join(there.parts[-2:])})
+        (there / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
         lines = slim(read_metrics(metrics), given.every)
         (there / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         print(f"{there}: {len(lines)} lines")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from g2rpo.plans import EveryStep, Plan, PlanRule, Singular, Window
 from g2rpo.sde import STEP_RULES
 
-UPDATES = ("once", "per_step", "per_chunk")
+UPDATES = ("once", "per_step")
 SPREADS = ("group", "batch")
 
 
@@ -37,8 +37,8 @@ class Algorithm:
         advantage_ddof: 1 = unbiased spread, 0 = biased.
         normalize_weights: divide the rewards' weights by the sum of their sizes.
         kl_beta: weight of the KL to the reference; 0 = none, and no reference forward.
-        update: optimizer steps per rollout: "once" (all gradients together), "per_step" (one a noisy step) or
-            "per_chunk" (one a part of each group's members, of which there are `update_chunks`).
+        update: optimizer steps per rollout: "once" (all gradients together), "per_step" (one a noisy step),
+            or their number, each over another part of every group's members.
     """
 
     plan: PlanRule
@@ -50,16 +50,19 @@ class Algorithm:
     advantage_clip: float | None
     advantage_std: str
     kl_beta: float
-    update: str
-    update_chunks: int = 4
+    update: str | int
     advantage_eps: float = 1e-8
     advantage_ddof: int = 1
     normalize_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("diffusion", STEP_RULES), ("update", UPDATES), ("advantage_std", SPREADS)):
+        for name, allowed in (("diffusion", STEP_RULES), ("advantage_std", SPREADS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(allowed)}")
+        if self.update not in UPDATES and not (isinstance(self.update, int) and self.update > 1):
+            raise ValueError(
+                f"unknown update {self.update!r}: use {', '.join(UPDATES)}, or a number of parts, 2 or more"
+            )
         if not self.eta > 0:
             raise ValueError(
                 f"eta must be > 0 to train, got {self.eta}: without noise all images of a group are the same"
@@ -72,15 +75,13 @@ class Algorithm:
             )
         if not self.clip_range > 0:
             raise ValueError(f"clip_range must be > 0, got {self.clip_range}")
-        if self.update_chunks < 1:
-            raise ValueError(f"update_chunks must be >= 1, got {self.update_chunks}")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
             raise ValueError(f"advantage_clip must be > 0, or None for no bound, got {self.advantage_clip}")
         self.plan.plan(self.num_steps, 0, 0)  # a rule that does not fit num_steps says so here
 
     def chunks(self, group_size: int) -> int:
         """Parts of a group of G members, an optimizer step each; 1 where steps are not taken by members."""
-        return min(self.update_chunks, group_size) if self.update == "per_chunk" else 1
+        return min(self.update, group_size) if isinstance(self.update, int) else 1
 
     def forwards_a_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
         """What a row of the update costs, in forwards: one, and its backward, which is worth two.
@@ -126,8 +127,7 @@ def g2rpo(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "group",
     kl_beta: float = 0.0,
-    update: str = "once",
-    update_chunks: int = 4,
+    update: str | int = "once",
 ) -> Algorithm:
     """G2RPO (arXiv:2510.01982): one noisy step at a time, judged at several granularities.
 
@@ -146,7 +146,6 @@ def g2rpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
-        update_chunks=update_chunks,
     )
 
 
@@ -163,8 +162,7 @@ def g2rpo_single(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "group",
     kl_beta: float = 0.0,
-    update: str = "once",
-    update_chunks: int = 4,
+    update: str | int = "once",
 ) -> Algorithm:
     """G2RPO with Lambda = {1}: singular noise, every tail at full length (both tail rules agree there)."""
     return g2rpo(
@@ -181,7 +179,6 @@ def g2rpo_single(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
-        update_chunks=update_chunks,
     )
 
 
@@ -197,8 +194,7 @@ def flow_grpo(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "batch",
     kl_beta: float = 0.0,
-    update: str = "once",
-    update_chunks: int = 4,
+    update: str | int = "once",
 ) -> Algorithm:
     """Flow-GRPO (arXiv:2505.05470) with its FLUX settings: noise on every step, the batch's spread.
 
@@ -225,7 +221,6 @@ def flow_grpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
-        update_chunks=update_chunks,
         advantage_eps=1e-4,
         advantage_ddof=0,
     )
@@ -242,8 +237,7 @@ def dance_grpo(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "group",
     kl_beta: float = 0.0,
-    update: str = "per_chunk",
-    update_chunks: int = 3,
+    update: str | int = 3,
 ) -> Algorithm:
     """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
 
@@ -260,7 +254,6 @@ def dance_grpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
-        update_chunks=update_chunks,
     )
 
 
@@ -280,8 +273,7 @@ def mix_grpo(
     advantage_clip: float | None = 5.0,
     advantage_std: str = "group",
     kl_beta: float = 0.0,
-    update: str = "per_chunk",
-    update_chunks: int = 4,
+    update: str | int = 4,
 ) -> Algorithm:
     """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
 
@@ -300,7 +292,6 @@ def mix_grpo(
         advantage_std=advantage_std,
         kl_beta=kl_beta,
         update=update,
-        update_chunks=update_chunks,
         normalize_weights=True,
     )
 

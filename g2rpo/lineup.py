@@ -10,7 +10,6 @@ their number changes nothing. Later calls may add models and steps.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from g2rpo.models.flux import FluxPolicy
 from g2rpo.named import check_model, labels_of, model_state, own_conditions
 from g2rpo.pictures import save_png
 from g2rpo.progress import counted
-from g2rpo.prompts import Prompt
+from g2rpo.prompts import Prompt, prompts_hash
 from g2rpo.sample import Segment, image_seeds, pipeline_shift, sample_images, sample_segments
 from g2rpo.saved import open_policy
 
@@ -98,10 +97,9 @@ class Drawing:
 
     def identity(self) -> dict[str, Any]:
         """What a picture depends on beside its model and number of steps, as JSON values."""
-        texts = json.dumps([[p.text, p.metadata] for p in self.prompts], sort_keys=True, default=str)
         return {
             "prompts": len(self.prompts),
-            "prompts_hash": hashlib.blake2b(texts.encode(), digest_size=8).hexdigest(),
+            "prompts_hash": prompts_hash(self.prompts),
             "num_images": self.num_images,
             "seed": self.seed,
             "shift": "pipeline" if self.shift is None else float(self.shift),

@@ -235,9 +235,10 @@ def forwards_per_sample(settings: Settings) -> int:
 def step_rows(settings: Settings, plan: Plan) -> int:
     """Most rows of one group in one optimizer step: those of all noise steps, of one, or of some members."""
     rows, size = plan.nfe(settings.group_size)["update"], settings.group_size
-    if settings.option("update") == "per_chunk" and not plan.shares_rows:
-        return rows // size * math.ceil(size / min(size, settings.option("update_chunks")))
-    if settings.option("update") != "per_step" or len(plan.noise_steps) == 1:
+    update = settings.option("update")
+    if isinstance(update, int) and not plan.shares_rows:
+        return rows // size * math.ceil(size / min(size, update))
+    if update != "per_step" or len(plan.noise_steps) == 1:
         return rows
     # Where members draw the steps that they train, all of them may draw the same one.
     return settings.group_size if plan.num_trained is not None else rows // len(plan.noise_steps)

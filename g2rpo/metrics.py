@@ -151,8 +151,7 @@ class Progress:
         """`iterations` of the whole run, of which `done` are behind."""
         self._iterations = iterations
         self._console = console or Console(quiet=rank() > 0)
-        self._started: float | None = None
-        self._opened = time.monotonic()
+        self._started = time.monotonic()
         self._done_before = done
         self._nfe = 0
         self._live: Live | None = None
@@ -162,10 +161,9 @@ class Progress:
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of one iteration: `step` (counted from 1), `nfe`, `reward/...`."""
+        if not self._nfe and "seconds" in metrics:  # what comes before the first iteration comes once
+            self._started = time.monotonic() - metrics["seconds"]
         self._nfe += metrics.get("nfe", 0)
-        if self._started is None:  # what comes before the first iteration comes once
-            timed = "seconds" in metrics
-            self._started = time.monotonic() - metrics["seconds"] if timed else self._opened
         cells = self._cells(metrics)
         if self._live is None:
             self._console.print("  ".join(f"{name} {value}" for name, value in cells.items()), soft_wrap=True)
@@ -192,7 +190,6 @@ class Progress:
         self.close()
 
     def _cells(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        assert self._started is not None
         seconds = max(time.monotonic() - self._started, 1e-9)
         done = metrics["step"] - self._done_before
         left = seconds / max(done, 1) * (self._iterations - metrics["step"])

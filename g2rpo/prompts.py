@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,12 @@ def _from_parquet(path: Path) -> Iterator[Record]:
             yield f"row {row}", record.pop(key), record
 
 
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """Changes with any prompt's text or metadata, and with their order."""
+    texts = json.dumps([[p.text, p.metadata] for p in prompts], sort_keys=True, default=str)
+    return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
+
+
 class PromptStream:
     """The prompts without end: each epoch holds every prompt once, in an order of its own.
 
@@ -288,11 +295,10 @@ class PromptStream:
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch asked for last, and its order
 
-    @property
+    @cached_property
     def identity(self) -> str:
-        """Changes with any prompt and with their order; what a record holds beside its text is left out."""
-        texts = json.dumps([prompt.text for prompt in self._prompts])
-        return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
+        """`prompts_hash` of them."""
+        return prompts_hash(self._prompts)
 
     def at(self, position: int, count: int) -> list[Prompt]:
         """`count` prompts from `position` on.

@@ -104,10 +104,8 @@ class Settings(BaseModel):
     """Whose spread scales an advantage: the group's own, or that of all rewards of the iteration."""
     kl_beta: NotNegative | None = None
     """Weight of the KL to the base model; above 0 each update step costs a second forward."""
-    update: Literal["once", "per_step", "per_chunk"] | None = None
-    """One optimizer step an iteration, one after each noise step, or after each part of the members."""
-    update_chunks: Count | None = None
-    """With update="per_chunk": parts of a group's members."""
+    update: Literal["once", "per_step"] | Annotated[int, Field(ge=2)] | None = None
+    """One optimizer step an iteration, one after each noise step, or so many, over parts of the members."""
     train_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a path's noise steps that is trained, drawn anew for each member."""
     window: Count | None = None
@@ -342,7 +340,7 @@ class Settings(BaseModel):
 # Fields that are a preset's keywords.
 ALGORITHM_OPTIONS = (
     "num_steps", "shift", "train_steps", "steps_per_iteration", "step_draw", "granularities", "tail_rule",
-    "eta", "diffusion", "clip_range", "advantage_clip", "advantage_std", "kl_beta", "update", "update_chunks",
+    "eta", "diffusion", "clip_range", "advantage_clip", "advantage_std", "kl_beta", "update",
     "train_fraction", "window", "window_hold", "window_range", "window_stride", "window_order", "roll_back",
     "flash",
 )  # fmt: skip

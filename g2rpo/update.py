@@ -4,7 +4,7 @@
     loss     minus the clipped objective (loss.py), the mean over all trained (prompt, step, member)
     steps    "once": all gradients together, one optimizer step;
              "per_step": an optimizer step after each noise step;
-             "per_chunk": one after each of several parts of every group's members
+             a number: so many, each over another part of every group's members
 
 With one optimizer step the old log-probability is the new one, detached, and the ratio is exactly 1. With
 several, one more pass through the same forwards gives it, before the first step.
@@ -312,6 +312,8 @@ def _optimizer_steps(algorithm: Algorithm, rows: Rows) -> list[tuple[Tensor, sli
     if algorithm.update == "per_step":
         steps = sorted({k for found in gathered(rows.step.unique().tolist()) for k in found})
         return [(index[rows.step == k], slice(None)) for k in steps]
+    if algorithm.update == "once":
+        return [(index, slice(None))]
     sharing = rows.x_next.shape[1]
     group_size = sharing if sharing > 1 else max(gathered(int(rows.member.max()))) + 1
     parts = torch.arange(group_size).tensor_split(algorithm.chunks(group_size))

@@ -83,7 +83,8 @@ def test_fast_windows_that_are_none(options, message):
     ("options", "message"),
     [
         ({"diffusion": "sde"}, "flow, dance, cps"),
-        ({"update": "twice"}, "once, per_step"),
+        ({"update": "twice"}, "once, per_step, or a number of parts"),
+        ({"update": 1}, "2 or more"),
         ({"advantage_std": "global"}, "group, batch"),
         ({"eta": -0.1}, "eta must be > 0"),
         ({"eta": 0.0}, "without noise all images"),
@@ -145,7 +146,7 @@ def test_what_a_row_of_the_update_costs():
     one = PRESETS["g2rpo"](num_steps=6, train_steps=1, update="per_step")
     assert one.forwards_a_row(one.plan.plan(6, 0, 0), 12) == 3  # one step: its ratio is 1, nothing before it
     # A row of the group is gone through for each part of its members, and before all of them; not a member's.
-    assert row(update="per_chunk") == 4 * 4 and row(update="per_chunk", update_chunks=1) == 3
+    assert row(update=4) == 4 * 4 and row(update=20) == 12 * 4
     for name in ("mix_grpo", "dance_grpo"):
         own = PRESETS[name](num_steps=6, kl_beta=0.1)
         assert own.forwards_a_row(own.plan.plan(6, 0, 0), 12) == 5

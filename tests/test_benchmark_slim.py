@@ -1,9 +1,14 @@
 """benchmarks/slim_runs.py: fewer lines, and no cost or evaluation moved."""
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 
 import pytest
+
+from g2rpo.config import load_settings, read_settings
+from g2rpo.metrics import read_metrics
 
 
 def load():
@@ -41,3 +46,17 @@ def test_costs_are_summed_and_the_rest_averaged():
     first = load().slim(LINES, 5)[1]
     assert first["nfe"] == 515 and first["seconds"] == pytest.approx(2.5) and first["reward/a"] == 3.0
     assert "lr" not in first
+
+
+def test_a_run_keeps_its_settings_but_where_it_was(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "arm" / "3"
+    run.mkdir(parents=True)
+    settings = load_settings("tiny", ["seed=3", f"out={run}", "lr=2e-5"])
+    (run / "config.toml").write_text(settings.to_toml())
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    monkeypatch.setattr(sys, "argv", ["slim_runs.py", str(tmp_path / "runs"), str(tmp_path / "slim")])
+    load().main()
+    kept = tmp_path / "slim" / "arm" / "3"
+    assert read_settings(kept) == settings.resolved().model_copy(update={"out": "arm/3"})
+    assert read_metrics(kept / "metrics.jsonl") == load().slim(LINES, 5)
+    assert str(tmp_path) not in (kept / "config.toml").read_text()

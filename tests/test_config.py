@@ -68,7 +68,7 @@ def test_the_baselines_recipes_have_their_papers_numbers():
         ):
             assert getattr(one, key) == getattr(joint, key), key
         assert (one.lr, one.shift, one.clip_range, one.lora_rank) == (1e-5, 3.0, 1e-4, 0)
-    assert (dance.num_steps, dance.eta, dance.train_fraction, dance.update_chunks) == (16, 0.3, 0.6, 3)
+    assert (dance.num_steps, dance.eta, dance.train_fraction, dance.update) == (16, 0.3, 0.6, 3)
     assert (mix.num_steps, mix.eta, mix.window, mix.window_stride, mix.window_hold) == (25, 0.7, 4, 1, 25)
     assert (flow.num_steps, flow.eval_num_steps, flow.eta, flow.resolution) == (6, 28, 0.9, 512)
     assert (flow.prompts_per_iteration, flow.group_size, flow.lr) == (48, 24, 3e-4)

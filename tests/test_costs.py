@@ -99,7 +99,7 @@ def activations(folder, **options) -> int:
         ({"algorithm": "g2rpo", "train_steps": 3, "update": "per_step"}, 1),
         ({"algorithm": "flow_grpo", "num_steps": 6, "update": "per_step"}, 4),  # a row a member
         ({"algorithm": "mix_grpo", "num_steps": 6, "window": 2}, 2),  # a member's steps, four times
-        ({"algorithm": "mix_grpo", "num_steps": 6, "window": 2, "update_chunks": 3}, 4),
+        ({"algorithm": "mix_grpo", "num_steps": 6, "window": 2, "update": 3}, 4),
     ],
 )
 def test_an_update_batch_holds_rows_of_every_group(folder, options, rows_of_a_group):
@@ -292,3 +292,11 @@ def test_the_recipe_for_24_gb_fits_with_its_rewards(tmp_path):
     memory = plan_costs(settings.model_copy(update={"reward_options": waiting})).memory
     assert "rewards" not in memory.always
     assert memory.phases["rollout"]["rewards that come to score"] == costs.memory.always["rewards"]
+
+
+def test_steps_drawn_by_spread_are_counted_as_if_drawn_evenly(folder):
+    def notes(draw):
+        drawn = {"train_steps": 3, "steps_per_iteration": 1, "step_draw": draw}
+        return " ".join(plan_costs(Settings(model=str(folder), **drawn)).notes)
+
+    assert "counted as if the steps were drawn evenly" in notes("spread") and not notes("even")

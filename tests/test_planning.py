@@ -219,3 +219,11 @@ def test_measuring_is_what_plan_measures(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         plan_here(Settings(model="tiny", device="cpu", gradient_checkpointing=True), measured=True)
     assert seen == {"gradient_checkpointing": True, "compiled": False, "tails_precision": "compute"}
+
+
+def test_a_model_that_the_table_does_not_know_is_told():
+    small = Settings(model="tiny", precision="tf32", device="cpu")
+    assert any("no times: the table has none" in note for note in plan_here(small, gpu="H200").notes)
+    assert not any("no times" in note for note in plan_here(small).notes)  # nobody asked for any
+    given = plan_here(small, gpu="H200", seconds_per_forward=0.1)
+    assert given.seconds and not any("no times" in note for note in given.notes)

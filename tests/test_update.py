@@ -39,7 +39,7 @@ def updated(algorithm, policy, rollouts, advantages, **options):
 
 
 @pytest.mark.parametrize("what", ["the member's own", "the shared state"])
-@pytest.mark.parametrize("update_rule", ["once", "per_step", "per_chunk"])
+@pytest.mark.parametrize("update_rule", ["once", "per_step", 3])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_broken_step_is_left_out(name, update_rule, what):
     """The same as if its advantage were 0 and its states sound: one overflow of many must not stop a run."""
@@ -62,7 +62,7 @@ def test_a_broken_step_is_left_out(name, update_rule, what):
     assert "kl" in told and all(torch.tensor(value).isfinite() for value in told.values())
 
 
-@pytest.mark.parametrize("update_rule", ["once", "per_step", "per_chunk"])
+@pytest.mark.parametrize("update_rule", ["once", "per_step", 3])
 def test_the_first_ratio_is_one_whatever_runs_without_gradient(update_rule):
     """Compiled blocks or another attention may round differently there; the old log-probability must not."""
 
@@ -137,7 +137,7 @@ def test_a_member_that_is_left_out_does_not_set_the_batchs_scale():
 @pytest.mark.parametrize("name", ["g2rpo", "dance_grpo", "mix_grpo"])
 def test_chunks_of_members_each_have_their_optimizer_step(name):
     """As one update for each part of the members, but with old log-probabilities of before all of them."""
-    algorithm = replace(PRESETS[name](num_steps=10), update="per_chunk", update_chunks=2, clip_range=10.0)
+    algorithm = replace(PRESETS[name](num_steps=10), update=2, clip_range=10.0)
     group_size = rollouts_of(algorithm, GaussianPolicy())[0].log_prob.shape[1]
     rollouts = rollouts_of(algorithm, GaussianPolicy())
     advantages = advantages_of(rollouts, algorithm, [1.0])
@@ -179,7 +179,7 @@ def test_chunks_of_members_each_have_their_optimizer_step(name):
     assert gain == pytest.approx(weight.item(), rel=1e-5) and abs(gain - first.item()) > 1e-6
 
 
-@pytest.mark.parametrize("update_rule", ["once", "per_step", "per_chunk"])
+@pytest.mark.parametrize("update_rule", ["once", "per_step", 3])
 def test_one_broken_state_does_not_hide_how_far_the_others_depart(update_rule):
     algorithm = replace(PRESETS["g2rpo"](num_steps=10), update=update_rule)
     first, *rest = rollouts_of(algorithm, GaussianPolicy())
