@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The paper's comparison on the embedded model: the search for each method's settings, then the stages.
 #
-#     benchmarks/paper_comparison.sh tune|tune2|tune3|tune4|joint|single|lambda|variate|rest|more OUT [JOBS]
+#     benchmarks/paper_comparison.sh tune|tune2|tune3|tune4|tune5|joint|single|lambda|variate|rest|more OUT [JOBS]
 #
-#     tune, tune2, tune3, tune4
+#     tune, tune2, tune3, tune4, tune5
 #                   one seed: learning rate, eta and clip range of each method, prompts an iteration
-#     joint         DanceGRPO, MixGRPO, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
+#     joint         DanceGRPO and MixGRPO, each with its released script's optimizer steps (_3, _4) and with those
+#                   that were searched first, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
 #                   models of seeds 0 to 2 also in 4, 8, 16 and 32 steps, those of seed 0 side by side in a picture
 #     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer, rates that fall and a
 #                   KL term against hacking; 3 seeds
@@ -13,14 +14,15 @@
 #     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
 #     rest          Flow-GRPO (other eta, a KL term, rates that fall) and its Fast window, update rules; 3 seeds;
 #                   Flow-GRPO also in 4, 8, 16 and 32 steps (for results/compare/more_steps, with those of `more`)
-#     more          rates that fall to 0 for the path methods, MixGRPO-Flash, twice as long, more states from the
-#                   same forwards, stride 2 at a constant rate, strides 2 and 3 at T=16, a KL term; 3 seeds; two
-#                   arms also in 4, 8, 16 and 32 steps
+#     more          rates that fall to 0 for the path methods, MixGRPO's window at random places, MixGRPO-Flash,
+#                   twice as long, more states from the same forwards, stride 2 at a constant rate, strides 2 and 3
+#                   at T=16, a KL term; 3 seeds; two arms also in 4, 8, 16 and 32 steps
 #
 # Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
 # as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match; with both
-# FlowGRPO, FlowGRPO_kl, L2_constant and MixGRPO_cosine have had five seeds. docs/comparison.md has what was found,
-# results/compare/ the numbers (benchmarks/slim_runs.py makes them small).
+# FlowGRPO, FlowGRPO_kl, L2_constant, MixGRPO_cosine, MixGRPO_4_cosine and MixGRPO_cosine_130 have had five seeds,
+# MixGRPO_random four. docs/comparison.md has what was found, results/compare/ the numbers (benchmarks/slim_runs.py
+# makes them small).
 set -eu
 stage=$1 out=$2 jobs=${3:-16}
 cd "$(dirname "$0")/.."
@@ -31,6 +33,9 @@ short="iterations=40 eval_every=10"                        # G2RPO while tuning
 # What the search chose.
 dance="algorithm=dance_grpo update=per_step clip_range=1e-3 lr=5e-6"
 mix="algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.0"
+# … with as many optimizer steps an iteration as their released scripts take.
+dance3="algorithm=dance_grpo update=3 clip_range=1e-3 lr=5e-6"
+mix4="algorithm=mix_grpo update=4 window=3 lr=1e-5 eta=1.0"
 one="algorithm=g2rpo_single train_steps=5 lr=3e-5 eta=1.0"
 g2rpo="algorithm=g2rpo train_steps=5 lr=3e-5 eta=1.0"
 # 184,000 forwards each.
@@ -46,9 +51,11 @@ arm() {  # arm NAME SETTINGS ...
   shift
   if [[ $name =~ ^(${ONLY:-.*})$ ]]; then arms+=(--arm "$name=$base $*"); fi
 }
-paper() {  # the four arms of the paper's first table
+paper() {  # the arms of the paper's first table
   arm DanceGRPO "$dance $dance_long"
+  arm DanceGRPO_3 "$dance3 $dance_long"
   arm MixGRPO "$mix $mix_long"
+  arm MixGRPO_4 "$mix4 $mix_long"
   arm G2RPO_1 "$one $one_long"
   arm G2RPO "$g2rpo $g2rpo_long"
 }
@@ -145,12 +152,25 @@ tune4)  # Flow-GRPO, for the stage rest
   done
   compare 100
   ;;
+tune5)  # DanceGRPO and MixGRPO with their scripts' optimizer steps; DanceGRPO's rate at clip 1e-3
+  for lr in 5e-6 1e-5 2e-5; do
+    arm "mix_4_lr$lr" "algorithm=mix_grpo update=4 window=3 eta=1.0 lr=$lr $long"
+  done
+  for lr in 2e-6 5e-6 1e-5; do
+    arm "dance_3_lr$lr" "algorithm=dance_grpo update=3 clip_range=1e-3 lr=$lr $long"
+  done
+  arm dance_3_clip1e-4_lr5e-6 "algorithm=dance_grpo update=3 clip_range=1e-4 lr=5e-6 $long"
+  for lr in 1e-6 2e-6 1e-5; do
+    arm "dance_clip1e-3_lr$lr" "algorithm=dance_grpo update=per_step clip_range=1e-3 lr=$lr $long"
+  done
+  compare 100
+  ;;
 joint)
   paper
   compare 0,1,2,3,4
-  in_steps DanceGRPO MixGRPO G2RPO_1 G2RPO
+  in_steps DanceGRPO DanceGRPO_3 MixGRPO MixGRPO_4 G2RPO_1 G2RPO
   shown=(tiny) titles=base
-  for arm in DanceGRPO MixGRPO G2RPO_1 G2RPO; do
+  for arm in DanceGRPO_3 MixGRPO_4 G2RPO_1 G2RPO; do
     if [ -f "$out/runs/$arm/0/finished" ]; then
       shown+=("$out/runs/$arm/0") titles="$titles,$arm"
     fi
@@ -174,6 +194,8 @@ single)
   arm G2RPO_long_cosine "$g2rpo lr_schedule=cosine iterations=96 eval_every=8"
   # What holds back hacking: rates that fall, or a KL term to the base?
   arm MixGRPO_cosine "$mix lr_schedule=cosine $mix_long"
+  arm MixGRPO_4_cosine "$mix4 lr_schedule=cosine $mix_long"
+  arm MixGRPO_random "$mix window_order=random $mix_long"
   arm MixGRPO_kl "$mix kl_beta=0.1 $mix_long"
   arm L2_kl "$g2rpo granularities=[2] kl_beta=0.1 iterations=192 eval_every=16"
   compare 0,1,2 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
@@ -223,6 +245,12 @@ more)
   falling="lr_schedule=cosine"
   arm DanceGRPO_cosine "$dance lr=1e-5 $falling $dance_long"
   arm MixGRPO_cosine "$mix $falling $mix_long"
+  arm MixGRPO_4_cosine "$mix4 $falling $mix_long"
+  # Rates that are at 0 after as many forwards, the update's counted, as L2_constant takes.
+  arm MixGRPO_cosine_130 "$mix $falling iterations=130 eval_every=13 warmup_iterations=25"
+  # Windows at random places: in order, one stands on steps 5 to 7 from iteration 125 to 224.
+  arm MixGRPO_random "$mix window_order=random $mix_long"
+  arm MixGRPO_random_cosine "$mix window_order=random $falling $mix_long"
   arm MixGRPO_Flash_cosine "$mix flash=0.4 $falling $mix_long"
   arm G2RPO_twice "$g2rpo $falling iterations=80 eval_every=10"
   arm L1_G4_P24 "$one group_size=4 prompts_per_iteration=24 $one_long"

@@ -14,7 +14,7 @@ from g2rpo.config import identity, read_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "compare"
-RUNS_OF = {"tune": "search1", "tune2": "search2", "tune3": "search3", "tune4": "search4"}
+RUNS_OF = {"tune": "search1", "tune2": "search2", "tune3": "search3", "tune4": "search4", "tune5": "search5"}
 STAGES = [*RUNS_OF, "joint", "single", "lambda", "rest", "more"]
 
 
