@@ -290,6 +290,22 @@ def _bytes(tensors: Mapping[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
+def check_room(out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tensor], to_go: int) -> None:
+    """Looks before the loop whether its next checkpoint will fit, not when hours were spent on it.
+
+    Args:
+        out: run folder, there or not. trained: name -> parameter that is trained; AdamW adds two moments of
+            the same size. ema: their averages, or nothing. to_go: iterations to come; after the last one no
+            checkpoint is written.
+
+    Raises:
+        ValueError: too little free space, on all processes or on none.
+    """
+    if to_go > 0:
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        _check_space(there, 3 * _bytes(trained) + _bytes(ema))
+
+
 def _check_space(folder: Path, bytes_here: int) -> None:
     """Every rank sums what all will write, so that all of them raise or none does."""
     parts = gathered((bytes_here, shutil.disk_usage(folder).free))

@@ -2,10 +2,9 @@
 
     prompts -> conditioning -> rollout (explore, decode, score) -> advantages -> loss -> update -> metrics
 
-The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run
-writes its folder as it goes and can be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but
-never an update, and leaves a checkpoint from which the same command goes on with the same numbers. A second
-one, seconds later, ends it at once, with the checkpoint before.
+The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run can
+be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but never an update, and leaves a checkpoint
+from which the same command goes on. A second one, seconds later, ends it at once, with the checkpoint before.
 
 Started by torchrun, each process explores its share of an iteration's prompts; what all of them must know
 (rewards, for the advantages and the metrics) is gathered, and the first process writes.
@@ -24,7 +23,7 @@ import torch
 from g2rpo.algorithms import Algorithm
 from g2rpo.before_after import Change, Comparison
 from g2rpo.best import is_best, mark_best, settle_best
-from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from g2rpo.checkpoint import check_room, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
     any_process,
@@ -154,16 +153,17 @@ class Trainer:
         settings = self.settings
         if self.checkpoint is not None:
             state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.focus}
-            rest = load_checkpoint(self.checkpoint, state | ({"ema": self.ema} if self.ema else {}))
-            self.step = rest["iteration"]
+            state |= {"ema": self.ema} if self.ema else {}
+            self.step = load_checkpoint(self.checkpoint, state)["iteration"]
         else:  # a checkpoint brings its generators with it
             seed_everything(settings.seed)
+        last = min(settings.iterations, settings.stop_after or settings.iterations)
+        check_room(self.out, self.parameters, self.ema, last - self.step)
         barrier()  # all have read what the folder holds
         if rank() == 0:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
         barrier()
-        last = min(settings.iterations, settings.stop_after or settings.iterations)
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+import g2rpo
+from g2rpo.checkpoint import check_room, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from g2rpo.distributed import seed_everything
 
 
@@ -206,6 +207,25 @@ def test_a_full_disk_is_noticed_before_the_write(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"needs 0\.02 GB .* has 0\.08 GB free"):
         save_checkpoint(tmp_path, 2, {"module": nn.Linear(5_000_000, 1, bias=False)})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_full_disk_is_noticed_before_the_loop(tmp_path, monkeypatch):
+    small = {"prompts": "world:demo", "iterations": 1, "rewards": {"tiny_clip": 1.0}, "device": "cpu"}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000_000})())
+    monkeypatch.setattr("g2rpo.trainer.MetricsWriter", lambda *args, **options: pytest.fail("began to watch"))
+    for averaged, needed in ((0.0, r"0\.06"), (0.9, r"0\.08")):  # 5.2 million weights, two moments, averages
+        with pytest.raises(ValueError, match=rf"needs {needed} GB and {tmp_path} has 0\.10 GB free"):
+            g2rpo.train(
+                "tiny", **small, ema_decay=averaged, cache=str(tmp_path / "cache"), out=str(tmp_path / "run")
+            )
+    assert not (tmp_path / "run").exists(), "other settings may be tried there"
+
+
+def test_the_last_iteration_needs_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0})())
+    check_room(tmp_path, {"w": torch.zeros(1)}, {}, 0)
+    with pytest.raises(ValueError, match="free some space"):
+        check_room(tmp_path, {"w": torch.zeros(1)}, {}, 1)
 
 
 def test_state_that_cannot_be_stored(tmp_path):
