@@ -27,7 +27,6 @@ from g2rpo.checkpoint import check_room, latest_checkpoint, load_checkpoint, rea
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
     any_process,
-    barrier,
     end_processes,
     gathered,
     random_state,
@@ -41,6 +40,7 @@ from g2rpo.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.explore import sample
 from g2rpo.focus import Focus
 from g2rpo.interrupt import interruptible
+from g2rpo.lock import alone, begin
 from g2rpo.memory import agreed_rollout_batch
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models import resolve_device
@@ -65,13 +65,16 @@ def train(settings: Settings) -> Run:
     """Train as the settings say, or go on where their run folder stopped.
 
     Raises:
-        ValueError: settings or files that do not fit, before any model is loaded.
+        ValueError: settings or files that do not fit, or a run at work in the folder, before any model is
+            loaded.
         RunStopped: too many samples without a reward, or a gradient that is not a number.
     """
+    out = Path(settings.out).expanduser()
     try:
-        return Trainer(settings).run()
+        with alone(out):
+            return Trainer(settings).run()
     except EmbeddingInterrupted:
-        return interrupted(Path(settings.out).expanduser())
+        return interrupted(out)
     finally:
         end_processes()
 
@@ -159,11 +162,7 @@ class Trainer:
             seed_everything(settings.seed)
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_room(self.out, self.parameters, self.ema, last - self.step)
-        barrier()  # all have read what the folder holds
-        if rank() == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
-        barrier()
+        begin(self.out, settings)
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:

@@ -148,3 +148,65 @@ def test_what_is_finished_is_evaluated_in_several_steps(stage, arms, tmp_path):
     models = made[1][3 : made[1].index("--labels")]
     assert models == ["tiny", *(str(tmp_path / "out" / "runs" / arm / "0") for arm in arms)]
     assert made[1][made[1].index("--labels") + 1] == ",".join(["base", *(f"{arm}.0" for arm in arms)])
+
+
+def script(name, *words):
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{name}", *map(str, words)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def ends(arm, reward="eval/verifier"):
+    """Seed -> the last evaluation."""
+    lines = {p.parent.name: p.read_text().splitlines() for p in sorted(arm.glob("*/metrics.jsonl"))}
+    found = {seed: [json.loads(line).get(reward) for line in one] for seed, one in lines.items()}
+    return {seed: [value for value in one if value is not None][-1] for seed, one in found.items()}
+
+
+def test_the_table_of_a_stage():
+    done = script("paper_tables.py", "results/compare/joint")
+    told = list(ends(RESULTS / "joint" / "MixGRPO_4").values())
+    error = statistics.stdev(told) / len(told) ** 0.5
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| MixGRPO_4 | 5 |"))
+    assert f"| {statistics.mean(told):.4f} ± {error:.4f} |" in row
+
+
+def test_paired_differences():
+    arm, other = RESULTS / "joint" / "MixGRPO_4", RESULTS / "more" / "MixGRPO_random"  # five seeds, four
+    done = script("paired_differences.py", arm, other)
+    one, two = ends(arm), ends(other)
+    gaps = {seed: one[seed] - two[seed] for seed in two}
+    error = statistics.stdev(gaps.values()) / len(gaps) ** 0.5
+    each = ", ".join(f"{seed}: {gap:+.4f}" for seed, gap in gaps.items())
+    assert len(gaps) == 4
+    said = f"| MixGRPO_random | verifier | {statistics.mean(gaps.values()):+.4f} ± {error:.4f} | {each} |"
+    assert said in done.stdout
+
+
+def test_paired_differences_at_equal_cost_are_those_of_the_page():
+    others = ["joint/MixGRPO_4", "more/MixGRPO_cosine", "joint/DanceGRPO_3"]
+    done = script(
+        "paired_differences.py", RESULTS / "more" / "L2_constant", *(RESULTS / one for one in others),
+        "--at", "compute",
+    )  # fmt: skip
+    page = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if "| verifier |" in line]
+    assert len(rows) == len(others)
+    for row in rows:
+        assert f"{row[2].removeprefix('+')} above" in page
+    done = script("paired_differences.py", *[RESULTS / "joint" / "G2RPO"] * 2, "--at", "nfe", "--cost", "1e9")
+    assert "| G2RPO | verifier | +nan ± nan |" in done.stdout, "no run got that far"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["results/compare", "results/compare/joint/G2RPO"], "holds no SEED/metrics.jsonl"),
+        (["results/compare/search5/mix_4_lr1e-5", "results/compare/joint/G2RPO"], "no seed in common: [100]"),
+        (["results/compare/joint/G2RPO"] * 2 + ["--cost", "9"], "Give --at step|nfe|compute|seconds with it"),
+    ],
+)
+def test_what_cannot_be_paired(words, said):
+    done = script("paired_differences.py", *words)
+    assert done.returncode and said in done.stderr and not done.stdout
