@@ -74,7 +74,8 @@ def match(folder: Path, prompts: str | None = None, mapping: str | None = None) 
     notes = [f"{', '.join(sheets)} left out: overviews, without a prompt of their own"] if sheets else []
     if prompts is not None:
         return Matched(_by_order(folder, names, others, prompts), prompts, notes)
-    return Matched(_by_their_text(folder, names), "the pictures' own", notes)
+    items = _by_their_text(folder, names)
+    return Matched(items, "the pictures' own", notes + _mixed(items))
 
 
 def _pictures(folder: Path) -> tuple[list[str], list[str], list[str]]:
@@ -175,6 +176,19 @@ def _by_their_text(folder: Path, names: list[str]) -> list[Item]:
             "; give --prompts (one a picture, in sorted order) or --map (columns file and prompt)"
         )
     return [Item(name, folder / name, prompt, {}) for name, prompt in own.items() if prompt is not None]
+
+
+def _mixed(items: Sequence[Item]) -> list[str]:
+    """A line where the folder holds pictures by several models, as a later `sample` of fewer leaves them."""
+    by: dict[str, list[str]] = {}
+    for item in items:
+        by.setdefault(str(read_png_text(item.path)[1].get("model", "none that is named")), []).append(
+            item.name
+        )
+    if len(by) < 2:
+        return []
+    drew = ", ".join(f"{len(names)} by {model} ({names[0]} …)" for model, names in by.items())
+    return [f"note: pictures of {len(by)} models lie here: {drew}; the means are over all of them"]
 
 
 def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:

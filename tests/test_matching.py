@@ -110,6 +110,19 @@ def test_pictures_that_carry_their_prompts(tmp_path):
         match(folder)
 
 
+def test_leftovers_of_another_model_are_told(tmp_path):
+    """As `sample` leaves them that drew fewer pictures into the same folder than the call before."""
+    for i in range(5):
+        save_png(torch.rand(3, 8, 8), tmp_path / f"{i}.png", "x", {"model": "old" if i > 1 else "new"})
+    found = match(tmp_path)
+    assert len(found.items) == 5
+    said = "2 by new (0.png …), 3 by old (2.png …); the means are over all of them"
+    assert found.notes == [f"note: pictures of 2 models lie here: {said}"]
+    for i in range(2, 5):
+        (tmp_path / f"{i}.png").unlink()
+    assert match(tmp_path).notes == []
+
+
 def test_a_picture_called_grid_is_one_where_no_other_carries_a_prompt(tmp_path):
     folder = paint(tmp_path / "in", {"grid.png": 1, "z.png": 2})
     (tmp_path / "p.txt").write_text("x\ny\n")
