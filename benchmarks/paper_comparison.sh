@@ -168,9 +168,10 @@ tune5)  # DanceGRPO and MixGRPO with their scripts' optimizer steps; DanceGRPO's
 joint)
   paper
   compare 0,1,2,3,4
-  in_steps DanceGRPO DanceGRPO_3 MixGRPO MixGRPO_4 G2RPO_1 G2RPO
+  table1=(DanceGRPO DanceGRPO_3 MixGRPO MixGRPO_4 G2RPO_1 G2RPO)
+  in_steps "${table1[@]}"
   shown=(tiny) titles=base
-  for arm in DanceGRPO_3 MixGRPO_4 G2RPO_1 G2RPO; do
+  for arm in "${table1[@]}"; do
     if [ -f "$out/runs/$arm/0/finished" ]; then
       shown+=("$out/runs/$arm/0") titles="$titles,$arm"
     fi

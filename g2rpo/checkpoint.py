@@ -295,8 +295,8 @@ def check_room(out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tenso
 
     Args:
         out: run folder, there or not. trained: name -> parameter that is trained; AdamW adds two moments of
-            the same size. ema: their averages, or nothing. to_go: iterations to come; after the last one no
-            checkpoint is written.
+            the same size. ema: their averages, or nothing. to_go: iterations to come; with none no
+            checkpoint is to come either.
 
     Raises:
         ValueError: too little free space, on all processes or on none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from filelock import FileLock, Timeout
 
 from g2rpo.distributed import any_process, barrier, rank
 from g2rpo.settings import Settings
+
+LOG = logging.getLogger(__name__)
 
 LOCK = ".lock"
 """File in a run folder, held by the process that writes there; the system lets go of it however that ends."""
@@ -61,6 +64,10 @@ def _taken(lock: FileLock) -> bool:
         lock.acquire()
     except Timeout:
         return False
+    except NotImplementedError:  # Lustre may be mounted without; newer versions of filelock make do
+        LOG.warning(
+            "%s: this file system has no locks: see to it that one run alone writes there", lock.lock_file
+        )
     return True
 
 

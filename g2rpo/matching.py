@@ -8,7 +8,7 @@ from a file's name: tools cut those.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,8 @@ def match(folder: Path, prompts: str | None = None, mapping: str | None = None) 
     notes = [f"{', '.join(sheets)} left out: overviews, without a prompt of their own"] if sheets else []
     if prompts is not None:
         return Matched(_by_order(folder, names, others, prompts), prompts, notes)
-    items = _by_their_text(folder, names)
-    return Matched(items, "the pictures' own", notes + _mixed(items))
+    items, mixed = _by_their_text(folder, names)
+    return Matched(items, "the pictures' own", notes + mixed)
 
 
 def _pictures(folder: Path) -> tuple[list[str], list[str], list[str]]:
@@ -83,8 +83,8 @@ def _pictures(folder: Path) -> tuple[list[str], list[str], list[str]]:
     files = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
     names = [name for name in files if Path(name).suffix.lower() in SUFFIXES]
     others = [name for name in files if name not in names]
-    sheets = [name for name in names if name in SHEETS and _own_prompt(folder / name) is None]
-    if sheets and not any(_own_prompt(folder / name) for name in names if name not in sheets):
+    sheets = [name for name in names if name in SHEETS and _own_text(folder / name)[0] is None]
+    if sheets and not any(_own_text(folder / name)[0] for name in names if name not in sheets):
         sheets = []  # a picture of the user's that happens to be called so
     if not set(names) - set(sheets):
         there = f"; it holds {_some(others)}" if others else "; it is empty"
@@ -92,15 +92,15 @@ def _pictures(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return [name for name in names if name not in sheets], others, sheets
 
 
-def _own_prompt(path: Path) -> str | None:
-    """The prompt that `g2rpo sample` wrote into a PNG; other programs' field `prompt` is not ours."""
+def _own_text(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Prompt and info that `g2rpo sample` wrote into a PNG; other programs' field `prompt` is not ours."""
     if path.suffix.lower() != ".png":
-        return None
+        return None, {}
     try:
         prompt, info = read_png_text(path)
     except UNREADABLE as error:
         raise ValueError(f"{path} cannot be read as a picture: {error}") from error
-    return prompt if info else None
+    return (prompt, info) if info else (None, {})
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -168,23 +168,22 @@ def _by_mapping(folder: Path, source: str) -> Matched:
     return Matched(items, source, [f"not in {source}, left out: {_some(left)}"] if left else [])
 
 
-def _by_their_text(folder: Path, names: list[str]) -> list[Item]:
-    own = {name: _own_prompt(folder / name) for name in names}
-    if without := [name for name, prompt in own.items() if prompt is None]:
+def _by_their_text(folder: Path, names: list[str]) -> tuple[list[Item], list[str]]:
+    own = {name: _own_text(folder / name) for name in names}
+    if without := [name for name, (prompt, _) in own.items() if prompt is None]:
         raise ValueError(
             f"{len(without)} of {len(names)} pictures in {folder} carry no prompt by g2rpo: {_some(without)}"
             "; give --prompts (one a picture, in sorted order) or --map (columns file and prompt)"
         )
-    return [Item(name, folder / name, prompt, {}) for name, prompt in own.items() if prompt is not None]
+    items = [Item(name, folder / name, prompt, {}) for name, (prompt, _) in own.items() if prompt is not None]
+    return items, _mixed({name: str(info.get("model", "unnamed")) for name, (_, info) in own.items()})
 
 
-def _mixed(items: Sequence[Item]) -> list[str]:
-    """A line where the folder holds pictures by several models, as a later `sample` of fewer leaves them."""
+def _mixed(models: Mapping[str, str]) -> list[str]:
+    """A line where the pictures are by several models, as a later `sample` of fewer leaves them behind."""
     by: dict[str, list[str]] = {}
-    for item in items:
-        by.setdefault(str(read_png_text(item.path)[1].get("model", "none that is named")), []).append(
-            item.name
-        )
+    for name, model in models.items():
+        by.setdefault(model, []).append(name)
     if len(by) < 2:
         return []
     drew = ", ".join(f"{len(names)} by {model} ({names[0]} …)" for model, names in by.items())

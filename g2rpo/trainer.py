@@ -2,9 +2,10 @@
 
     prompts -> conditioning -> rollout (explore, decode, score) -> advantages -> loss -> update -> metrics
 
-The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run can
-be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but never an update, and leaves a checkpoint
-from which the same command goes on. A second one, seconds later, ends it at once, with the checkpoint before.
+The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run
+writes its folder as it goes and can be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but
+never an update, and leaves a checkpoint from which the same command goes on with the same numbers. A second
+one, seconds later, ends it at once, with the checkpoint before.
 
 Started by torchrun, each process explores its share of an iteration's prompts; what all of them must know
 (rewards, for the advantages and the metrics) is gathered, and the first process writes.

@@ -70,3 +70,13 @@ def test_other_processes_of_a_run_do_not_ask(tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(ValueError, match="another run"), alone(tmp_path):
             pass
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    def acquire(self, *args, **options):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with alone(tmp_path):
+        begin(tmp_path, load_settings("tiny"))
+    assert (tmp_path / "config.toml").exists() and "has no locks" in caplog.text

@@ -39,6 +39,13 @@ def calls(tmp_path, *words, **environment):
     return done, [call.split("\0") for call in found]
 
 
+def benchmark(name, *words):
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{name}", *map(str, words)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
 def arms_of(call):
     """Arm name -> its settings for seed 0, and the seeds, of a call of `g2rpo compare`."""
     assert call[:3] == ["-m", "g2rpo", "compare"]
@@ -103,10 +110,7 @@ def test_what_it_does_not_have(words, environment, said, tmp_path):
 
 
 def test_the_table_of_steps():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/steps_table.py", "results/compare/joint_steps"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = benchmark("steps_table.py", "results/compare/joint_steps")
     found = json.loads((RESULTS / "joint_steps" / "results.json").read_text())["steps"]["4"]
     gains = [found[f"MixGRPO.{seed}"]["verifier"]["difference"]["mean"] for seed in (0, 1, 2)]
     error = statistics.stdev(gains) / 3**0.5
@@ -120,10 +124,7 @@ def test_the_table_of_steps_of_one_seed(tmp_path):
     for told in found["steps"].values():
         told["FlowGRPO"] = told["FlowGRPO.2"]
     (tmp_path / "results.json").write_text(json.dumps(found))
-    done = subprocess.run(
-        [sys.executable, "benchmarks/steps_table.py", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = benchmark("steps_table.py", tmp_path)
     gain = found["steps"]["4"]["FlowGRPO.2"]["verifier"]["difference"]
     assert "| steps | judge | base | FlowGRPO (1) |" in done.stdout
     assert f"| {gain['mean']:+.4f} [{gain['low']:.4f}, {gain['high']:.4f}] |" in done.stdout
@@ -150,22 +151,15 @@ def test_what_is_finished_is_evaluated_in_several_steps(stage, arms, tmp_path):
     assert made[1][made[1].index("--labels") + 1] == ",".join(["base", *(f"{arm}.0" for arm in arms)])
 
 
-def script(name, *words):
-    return subprocess.run(
-        [sys.executable, f"benchmarks/{name}", *map(str, words)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-
-
-def ends(arm, reward="eval/verifier"):
-    """Seed -> the last evaluation."""
+def ends(arm):
+    """Seed -> the last evaluation by the verifier."""
     lines = {p.parent.name: p.read_text().splitlines() for p in sorted(arm.glob("*/metrics.jsonl"))}
-    found = {seed: [json.loads(line).get(reward) for line in one] for seed, one in lines.items()}
+    found = {seed: [json.loads(line).get("eval/verifier") for line in one] for seed, one in lines.items()}
     return {seed: [value for value in one if value is not None][-1] for seed, one in found.items()}
 
 
 def test_the_table_of_a_stage():
-    done = script("paper_tables.py", "results/compare/joint")
+    done = benchmark("paper_tables.py", "results/compare/joint")
     told = list(ends(RESULTS / "joint" / "MixGRPO_4").values())
     error = statistics.stdev(told) / len(told) ** 0.5
     row = next(line for line in done.stdout.splitlines() if line.startswith("| MixGRPO_4 | 5 |"))
@@ -174,7 +168,7 @@ def test_the_table_of_a_stage():
 
 def test_paired_differences():
     arm, other = RESULTS / "joint" / "MixGRPO_4", RESULTS / "more" / "MixGRPO_random"  # five seeds, four
-    done = script("paired_differences.py", arm, other)
+    done = benchmark("paired_differences.py", arm, other)
     one, two = ends(arm), ends(other)
     gaps = {seed: one[seed] - two[seed] for seed in two}
     error = statistics.stdev(gaps.values()) / len(gaps) ** 0.5
@@ -186,7 +180,7 @@ def test_paired_differences():
 
 def test_paired_differences_at_equal_cost_are_those_of_the_page():
     others = ["joint/MixGRPO_4", "more/MixGRPO_cosine", "joint/DanceGRPO_3"]
-    done = script(
+    done = benchmark(
         "paired_differences.py", RESULTS / "more" / "L2_constant", *(RESULTS / one for one in others),
         "--at", "compute",
     )  # fmt: skip
@@ -195,7 +189,9 @@ def test_paired_differences_at_equal_cost_are_those_of_the_page():
     assert len(rows) == len(others)
     for row in rows:
         assert f"{row[2].removeprefix('+')} above" in page
-    done = script("paired_differences.py", *[RESULTS / "joint" / "G2RPO"] * 2, "--at", "nfe", "--cost", "1e9")
+    done = benchmark(
+        "paired_differences.py", *[RESULTS / "joint" / "G2RPO"] * 2, "--at", "nfe", "--cost", "1e9"
+    )
     assert "| G2RPO | verifier | +nan ± nan |" in done.stdout, "no run got that far"
 
 
@@ -208,5 +204,5 @@ def test_paired_differences_at_equal_cost_are_those_of_the_page():
     ],
 )
 def test_what_cannot_be_paired(words, said):
-    done = script("paired_differences.py", *words)
+    done = benchmark("paired_differences.py", *words)
     assert done.returncode and said in done.stderr and not done.stdout
