@@ -13,10 +13,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from g2rpo.checkpoint import damage
 from g2rpo.distributed import rank
 from g2rpo.metrics import read_metrics
-from g2rpo.pointers import BEST, STEP, point, read_best, step_name
+from g2rpo.pointers import BEST, STEP, damage, point, read_best, step_name
 
 
 def _evaluated(out: str | Path, judge: str) -> dict[int, float]:

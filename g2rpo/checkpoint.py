@@ -1,6 +1,7 @@
 """Checkpoints: torch.distributed.checkpoint under a temporary name, renamed when whole, then `latest`.
 
-    RUN/checkpoints/step_000050/   .metadata, *.distcp (tensors, sharded as the run is), state.json (the rest)
+    RUN/checkpoints/step_000050/   *.distcp (tensors, sharded as the run is), tensors.json (their index),
+                                   state.json (all that is no tensor)
     RUN/latest                     "step_000050": the newest whole checkpoint, replaced in one step
     RUN/best                       likewise the one after the best evaluation, where that is kept (best.py)
 
@@ -8,16 +9,13 @@ A write that is killed leaves a `.tmp` folder, which the next write removes, and
 of the files are noted, so that one that a full or broken disk tore is seen: then the newest whole one counts.
 Weights that no gradient trains (the base under adapters) are not stored: they come with the model.
 
-Optimizer settings are pickled by torch: load only checkpoints that you trust.
+Reading a checkpoint runs no code from it (checkpoint_index.py).
 """
 
 import json
-import logging
 import os
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,11 +31,29 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from g2rpo.checkpoint_index import (
+    TensorWriter,
+    load_tensors,
+    pickled_values,
+    read_index,
+    single_process_is_meant,
+)
 from g2rpo.distributed import barrier, gathered, local, random_state, rank, set_random_state
-from g2rpo.pointers import BEST, LATEST, STEP, point, read_best, step_name, sync_folder, write_synced
+from g2rpo.pointers import (
+    BEST,
+    FILES,
+    LATEST,
+    named_checkpoints,
+    point,
+    read_best,
+    read_state,
+    set_aside,
+    step_name,
+    sync_folder,
+    write_synced,
+)
 
-FILES = "files"  # in state.json: the sizes of the files beside it
-LOG = logging.getLogger(__name__)
+GROUPS = "param_groups"
 HEADROOM_BYTES = 64 * 2**20
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 
@@ -77,17 +93,17 @@ def save_checkpoint(
     unfinished = checkpoints / f"{final.name}.tmp"
     tensors = {name: _tensors(value, state) for name, value in state.items() if _is_tensors(value)}
     rest = {name: _plain(name, value) for name, value in state.items() if not _is_tensors(value)}
+    rest |= {name: {GROUPS: tensors[name].pop(GROUPS)} for name in _optimizers(state)}
     rest = {"iteration": iteration, "random": random_state(), **rest}
 
     if rank() == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        for leftover in checkpoints.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
+        shutil.rmtree(unfinished, ignore_errors=True)
     barrier()
     _check_space(checkpoints, _bytes(tensors))
     try:
-        with _single_process_is_meant():
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished, thread_count=_writers()))
+        with single_process_is_meant():
+            dcp.save(tensors, storage_writer=TensorWriter(unfinished, thread_count=_writers()))
     except dcp.CheckpointException as error:
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
             raise KeyboardInterrupt from error
@@ -96,15 +112,16 @@ def save_checkpoint(
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
         write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
         if final.exists():  # a run that went on from an earlier checkpoint comes by here again
-            replaced = final.with_name(f"{final.name}.old.tmp")
-            os.replace(final, replaced)
-            shutil.rmtree(replaced)
+            shutil.rmtree(set_aside(final), ignore_errors=True)
+            os.replace(final, set_aside(final))
         os.replace(unfinished, final)
         sync_folder(checkpoints)
         point(Path(out) / LATEST, final.name)
         if best is not None:
             point(Path(out) / BEST, final.name, best)
         _prune(checkpoints, iteration, keep_last, keep_every)
+        for leftover in checkpoints.glob("step_*.tmp"):  # last: one of them may have been the only whole one
+            shutil.rmtree(leftover)
     barrier()
     return final
 
@@ -113,66 +130,6 @@ def _writers() -> int:
     """Threads that write files, for one alone is slower than a disk; the processes here share the cores."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, (os.cpu_count() or 1) // here))
-
-
-def latest_checkpoint(out: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run folder, or None where there is none yet.
-
-    Where the one that `latest` names is damaged, the newest whole one before it, with a warning in the log.
-
-    Raises:
-        ValueError: the checkpoint that `latest` names is damaged, and none before it is whole.
-    """
-    latest = Path(out) / LATEST
-    if not latest.exists():
-        return None
-    name = latest.read_text(encoding="utf-8").strip()
-    path = Path(out) / "checkpoints" / name
-    problem = damage(path)
-    if not problem:
-        return path
-    newest = int(match[1]) if (match := STEP.fullmatch(name)) else None
-    for step, found in reversed(_named(path.parent)):
-        if (newest is None or step < newest) and not damage(found):
-            LOG.warning("%s names %s: %s; going on from %s", latest, name, problem, found.name)
-            return found
-    raise ValueError(
-        f"{latest} names {name!r}: {problem}, and there is no whole checkpoint before it; restore the files, "
-        f"or remove {latest} and {path.parent} to start anew"
-    )
-
-
-def damage(path: Path) -> str:
-    """What is wrong with a checkpoint's files, in words; empty for a whole one. Reads sizes, not contents."""
-    if not STEP.fullmatch(path.name) or not path.is_dir():
-        return "no such checkpoint"
-    try:
-        sizes = read_state(path).get(FILES, {})
-    except ValueError as error:
-        return str(error)
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if (there := file.stat().st_size) != size:
-            return f"{name} has {there} of its {size} bytes"
-    return "" if (path / ".metadata").is_file() else ".metadata is missing"
-
-
-def read_state(path: str | Path) -> dict[str, Any]:
-    """The plain part of a checkpoint: `iteration` and everything saved that was no tensor.
-
-    Raises:
-        ValueError: not a checkpoint.
-    """
-    file = Path(path) / "state.json"
-    if not file.is_file():
-        raise ValueError(f"{path} is not a checkpoint: it holds no state.json")
-    try:
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    return state
 
 
 def load_checkpoint(
@@ -193,16 +150,17 @@ def load_checkpoint(
     path = Path(path)
     rest = read_state(path)
     tensors = {name: _tensors(value, state) for name, value in state.items() if _is_tensors(value)}
+    groups = {name: _groups(path, name, rest, tensors[name].pop(GROUPS)) for name in _optimizers(state)}
     _check_match(path, tensors)
     if tensors:
-        with _single_process_is_meant():
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+        load_tensors(path, tensors)
     for name, value in state.items():
         if isinstance(value, nn.Module):
             # strict=False only because frozen weights are not in a checkpoint; _check_match was strict.
             set_model_state_dict(value, tensors[name], options=StateDictOptions(strict=False))
         elif isinstance(value, torch.optim.Optimizer):
-            set_optimizer_state_dict(state["module"], value, tensors[name], options=TRAINED_ONLY)
+            whole = {**tensors[name], GROUPS: groups[name]}
+            set_optimizer_state_dict(state["module"], value, whole, options=TRAINED_ONLY)
         elif isinstance(value, Stateful):
             if name not in rest:
                 raise ValueError(f"{path} holds no {name}; it holds {', '.join(rest)}")
@@ -243,6 +201,28 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return state
 
 
+def _optimizers(state: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in state.items() if isinstance(value, torch.optim.Optimizer)]
+
+
+def _groups(path: Path, name: str, rest: Mapping[str, Any], current: list[dict[str, Any]]) -> Any:
+    """The optimizer's settings of a checkpoint, one mapping for each parameter group.
+
+    Args:
+        current: those of the optimizer that is loaded into; they say which of them are tuples.
+    """
+    if name in rest:
+        stored = rest[name][GROUPS]
+    else:  # written by an earlier version, beside the tensors
+        values = pickled_values(path)
+        stored = [{key: values[f"{name}.{GROUPS}.{i}.{key}"] for key in own} for i, own in enumerate(current)]
+    tuples = [{key for key, value in own.items() if isinstance(value, tuple)} for own in current]
+    return [
+        {key: tuple(value) if key in these else value for key, value in group.items()}
+        for group, these in zip(stored, tuples, strict=True)
+    ]
+
+
 def _plain(name: str, value: Any) -> Any:
     value = value.state_dict() if isinstance(value, Stateful) else value
     try:
@@ -253,10 +233,9 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _check_match(path: Path, tensors: Mapping[str, Any]) -> None:
-    metadata = dcp.FileSystemReader(path).read_metadata()
     there = {
         key: value
-        for key, value in metadata.state_dict_metadata.items()
+        for key, value in read_index(path).state_dict_metadata.items()
         if isinstance(value, TensorStorageMetadata) and key.split(".")[0] in tensors
     }
     given = _flat(tensors)
@@ -317,28 +296,10 @@ def _check_space(folder: Path, bytes_here: int) -> None:
         )
 
 
-def _named(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Checkpoints, oldest first: a name without .tmp was given when all was written."""
-    found = [(STEP.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
 def _prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> None:
-    steps = [(step, path) for step, path in _named(checkpoints) if step <= newest]
+    steps = [(step, path) for step, path in named_checkpoints(checkpoints) if step <= newest]
     best, _ = read_best(checkpoints.parent)
     for step, path in steps[:-keep_last]:
         if path.name != best and (not keep_every or step % keep_every):
             # Renamed first: a removal that is killed half-way must not look like a checkpoint.
-            removed = path.with_name(f"{path.name}.old.tmp")
-            os.replace(path, removed)
-            shutil.rmtree(removed)
-
-
-@contextmanager
-def _single_process_is_meant() -> Iterator[None]:
-    """Silences torch's notice that there is no process group; it comes even where one asks for that."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-        )
-        yield
+            os.replace(path, set_aside(path))

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from g2rpo.algorithms import coarse_tails
 from g2rpo.before_after import Change
-from g2rpo.checkpoint import latest_checkpoint, read_state
 from g2rpo.config import check_same_run, read_settings
 from g2rpo.distributed import world_size
 from g2rpo.metrics import read_metrics
 from g2rpo.options import make_algorithm
-from g2rpo.pointers import BEST
+from g2rpo.pointers import BEST, LATEST, latest_checkpoint, read_state
 from g2rpo.policy import Policy
 from g2rpo.settings import Settings
 
@@ -28,8 +27,11 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
         ValueError: a run of other settings, one that is further already, or none where one must be.
     """
     out = Path(settings.out).expanduser()
-    if settings.keep_best is not None and (out / BEST).is_dir():
-        raise ValueError(f"{out / BEST} is a folder, and keep_best needs that name: move it away")
+    for name in (LATEST, *([BEST] if settings.keep_best is not None else [])):
+        if (out / name).is_dir():
+            raise ValueError(
+                f"{out / name} is a folder, and the run needs that name for a file: move it away"
+            )
     begun = (out / "config.toml").is_file()
     checkpoint = latest_checkpoint(out)
     if settings.resume == "never" and (begun or checkpoint is not None):
@@ -43,6 +45,18 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
             f"iterations={settings.iterations}, but {out} has done {done}; give at least so many"
         )
     return checkpoint
+
+
+def started_again(out: Path) -> str:
+    """What to say where a run begins at iteration 0 in a folder that already has metrics of iterations."""
+    file = out / "metrics.jsonl"
+    done = max((line["step"] for line in read_metrics(file)), default=0) if file.is_file() else 0
+    if done == 0:
+        return ""
+    return (
+        f"{out} has metrics of {done} iterations but no checkpoint: the run starts again at iteration 0, and "
+        "its metrics replace those"
+    )
 
 
 FINISHED = "finished"

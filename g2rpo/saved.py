@@ -16,14 +16,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from g2rpo.best import best_checkpoint
-from g2rpo.checkpoint import damage, latest_checkpoint, load_checkpoint
+from g2rpo.checkpoint import load_checkpoint
 from g2rpo.config import read_settings
 from g2rpo.models import load_policy
 from g2rpo.models.files import transformer_config
 from g2rpo.models.flux import FluxPolicy, Precision, SigmaRounding
 from g2rpo.models.network import Training, bare_network
 from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
-from g2rpo.pointers import BEST
+from g2rpo.pointers import BEST, damage, latest_checkpoint
 from g2rpo.settings import Settings
 
 EXPORT_FILE = "g2rpo.json"

@@ -24,7 +24,7 @@ import torch
 from g2rpo.algorithms import Algorithm
 from g2rpo.before_after import Change, Comparison
 from g2rpo.best import is_best, mark_best, settle_best
-from g2rpo.checkpoint import check_room, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from g2rpo.checkpoint import check_room, load_checkpoint, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
     any_process,
@@ -48,12 +48,22 @@ from g2rpo.models import resolve_device
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.optimizer import follow, holding, learning_rate, make_optimizer, set_learning_rate
 from g2rpo.options import make_algorithm
+from g2rpo.pointers import latest_checkpoint, read_state, repair_latest
 from g2rpo.policy import Conditioning
 from g2rpo.prompts import PromptStream, read_prompts
 from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards import CheckedReward, load_rewards
 from g2rpo.rollout import Rollout, score
-from g2rpo.run import Run, RunStopped, checkpoint_to_resume, described, interrupted, mark_finished, not_finite
+from g2rpo.run import (
+    Run,
+    RunStopped,
+    checkpoint_to_resume,
+    described,
+    interrupted,
+    mark_finished,
+    not_finite,
+    started_again,
+)
 from g2rpo.saved import check_weights, policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
@@ -163,16 +173,19 @@ class Trainer:
             seed_everything(settings.seed)
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_room(self.out, self.parameters, self.ema, last - self.step)
+        notes = ["" if self.checkpoint else started_again(self.out)]
         begin(self.out, settings)
+        if self.checkpoint is not None:
+            repair_latest(self.out, self.checkpoint)
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(described(settings, self.policy, self.parameters, self.step))
-            about = settle_best(self.out, settings.keep_best, self.step)
-            for note in (about, self.prompt_report, *(one.describe() for one in self.rewards.values())):
-                if note:
-                    progress.note(note)
+            notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
+            notes += [reward.describe() or "" for reward in self.rewards.values()]
+            for note in filter(None, notes):
+                progress.note(note)
             try:
                 if self.step == 0 and self.comparison.sets:
                     progress.note("drawing with the untrained model")

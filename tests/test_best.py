@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import g2rpo
 from g2rpo.__main__ import app
 from g2rpo.best import best_checkpoint, is_best, kept_best, mark_best
-from g2rpo.checkpoint import latest_checkpoint
 from g2rpo.config import load_settings
 from g2rpo.export import export_run
 from g2rpo.named import check_model, labels_of, model_state
+from g2rpo.pointers import latest_checkpoint
 from g2rpo.saved import open_run
 
 RUN = SMALL | {
@@ -243,7 +243,7 @@ def test_a_folder_of_that_name(train, tmp_path):
     (done.out / "best").unlink()
     export_run(done.out, done.out / "best")
     check_model(f"{done.out}/best")  # a model like any other
-    with pytest.raises(ValueError, match="best is a folder, and keep_best needs that name"):
+    with pytest.raises(ValueError, match="best is a folder, and the run needs that name"):
         train([0.7], iterations=2)
 
 

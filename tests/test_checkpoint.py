@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 import g2rpo
-from g2rpo.checkpoint import check_room, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from g2rpo.checkpoint import check_room, load_checkpoint, save_checkpoint
 from g2rpo.distributed import seed_everything
+from g2rpo.pointers import latest_checkpoint, read_state
 
 
 class Run:
@@ -177,11 +179,54 @@ def test_the_same_iteration_again_replaces(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
 
 
-def test_latest(tmp_path):
+LATEST_TEXTS = {
+    "missing": None,
+    "empty": b"",
+    "blank": b" \n",
+    "dangling": b"step_000004\n",
+    "damaged": b"step_000007\n",
+    "no text": b"\xff\xfe\x00s",
+    "path": b"../checkpoints/step_000005\n",
+    "set aside": b"step_000005.old.tmp\n",
+    "other words": b"checkpoint 5\n",
+}
+
+
+def write_latest(out: Path, text: bytes | None) -> None:
+    (out / "latest").unlink()
+    if text is not None:
+        (out / "latest").write_bytes(text)
+
+
+@pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
+def test_without_a_good_latest_the_newest_whole_checkpoint_counts(tmp_path, caplog, text):
     assert latest_checkpoint(tmp_path) is None
+    for step in (3, 5, 7):
+        save_checkpoint(tmp_path, step, {"module": nn.Linear(1, 1)}, keep_last=3)
+    (tmp_path / "checkpoints" / "step_000007" / "state.json").unlink()
+    write_latest(tmp_path, text)
+    for _ in range(2):
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_000005"
+    assert len(caplog.records) == 1, "said once"
+    assert f"{tmp_path / 'latest'}" in caplog.text
+    assert "using the newest whole checkpoint, step_000005" in caplog.text
+
+
+@pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
+def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path, text):
     save_checkpoint(tmp_path, 5, {"module": nn.Linear(1, 1)})
-    (tmp_path / "latest").write_text("step_000004\n")
-    with pytest.raises(ValueError, match=r"'step_000004': no such checkpoint, and there is no whole"):
+    (tmp_path / "checkpoints" / "step_000005" / "state.json").write_text("{")
+    write_latest(tmp_path, text)
+    with pytest.raises(ValueError) as caught:
+        latest_checkpoint(tmp_path)
+    message = str(caught.value)
+    assert "there is no whole checkpoint" in message and "state.json is damaged" in message
+    assert "another out=FOLDER" in message and "remove" not in message and "delete" not in message
+
+
+def test_a_latest_without_checkpoints_is_not_a_new_run(tmp_path):
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(ValueError, match="there is no whole checkpoint"):
         latest_checkpoint(tmp_path)
 
 
@@ -190,15 +235,38 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, caplog):
         save_checkpoint(tmp_path, step, {"module": nn.Linear(64, 64)}, keep_last=3)
     checkpoints = tmp_path / "checkpoints"
     data = min((checkpoints / "step_000003").glob("*.distcp"))
-    whole = data.read_bytes()
-    data.write_bytes(whole[:-100])
+    content = data.read_bytes()
+    data.write_bytes(content[:-100])
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000002"
-    assert f"{len(whole) - 100} of its {len(whole)} bytes; going on from step_000002" in caplog.text
-    (checkpoints / "step_000002" / ".metadata").unlink()
+    said = (
+        f"{len(content) - 100} of its {len(content)} bytes); using the newest whole checkpoint, step_000002"
+    )
+    assert said in caplog.text
+    (checkpoints / "step_000002" / "tensors.json").unlink()
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000001"
     (checkpoints / "step_000001" / "state.json").write_text('{"iteration"')
-    with pytest.raises(ValueError, match=r"step_000003.* bytes, and there is no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"step_000003 .* bytes\), and there is no whole checkpoint"):
         latest_checkpoint(tmp_path)
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path, caplog):
+    """Saved again, the same iteration is set aside before the new one takes its name."""
+    module = nn.Linear(1, 1)
+    final = save_checkpoint(tmp_path, 4, {"module": module})
+    aside = final.rename(final.with_name("step_000004.old.tmp"))
+    shutil.copytree(aside, final.with_name("step_000004.tmp"))
+    assert latest_checkpoint(tmp_path) == aside and "step_000004.old.tmp" in caplog.text
+    load_checkpoint(aside, {"module": nn.Linear(1, 1)})
+    save_checkpoint(tmp_path, 4, {"module": module})
+    assert [path.name for path in final.parent.iterdir()] == ["step_000004"]
+    assert latest_checkpoint(tmp_path) == final
+
+
+def test_a_checkpoint_set_aside_counts_only_without_the_one_that_replaced_it(tmp_path):
+    final = save_checkpoint(tmp_path, 4, {"module": nn.Linear(1, 1)})
+    shutil.copytree(final, final.with_name("step_000004.old.tmp"))
+    (tmp_path / "latest").unlink()
+    assert latest_checkpoint(tmp_path) == final
 
 
 def test_a_full_disk_is_noticed_before_the_write(tmp_path, monkeypatch):
@@ -282,7 +350,8 @@ import gc, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from g2rpo.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from g2rpo.checkpoint import load_checkpoint, save_checkpoint
+from g2rpo.pointers import latest_checkpoint
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
 from g2rpo.arms import read_arms, read_runs, read_seeds
-from g2rpo.checkpoint import latest_checkpoint
 from g2rpo.compare import Comparison, compare, measured, report
 from g2rpo.compare_page import write_curves
 from g2rpo.compare_tables import reach_table, value_table
 from g2rpo.metrics import read_metrics
+from g2rpo.pointers import latest_checkpoint
 
 # Words.
 

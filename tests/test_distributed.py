@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from g2rpo import conditioning
 from g2rpo.__main__ import app
 from g2rpo.best import best_checkpoint
-from g2rpo.checkpoint import damage, latest_checkpoint
 from g2rpo.config import load_settings
 from g2rpo.distributed import sharding_mesh
 from g2rpo.models import flux
@@ -26,6 +25,7 @@ from g2rpo.models.flux import FluxPolicy
 from g2rpo.models.random import RandomText
 from g2rpo.models.reading import read_weights, weight_files
 from g2rpo.optimizer import make_optimizer
+from g2rpo.pointers import damage, latest_checkpoint
 from g2rpo.trainer import train
 
 SETTINGS = [

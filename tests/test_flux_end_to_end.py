@@ -19,11 +19,11 @@ from random_flux import save_random_flux
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
-from g2rpo.checkpoint import latest_checkpoint
 from g2rpo.metrics import read_metrics
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.models.text import FluxText
 from g2rpo.pictures import from_pil, read_png_text
+from g2rpo.pointers import latest_checkpoint
 from g2rpo.sample import pipeline_shift, sample_images, start_noise
 from g2rpo.saved import open_policy, open_run
 

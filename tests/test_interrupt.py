@@ -15,10 +15,11 @@ from test_trainer import SMALL, quiet, timeless, wait_for
 import g2rpo
 from g2rpo import interrupt as interrupt_module
 from g2rpo import trainer
-from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
+from g2rpo.checkpoint import save_checkpoint
 from g2rpo.interrupt import interruptible, undisturbed
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.optimizer import holding
+from g2rpo.pointers import latest_checkpoint
 
 
 @pytest.fixture

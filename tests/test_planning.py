@@ -8,13 +8,13 @@ import torch
 
 import g2rpo
 from g2rpo import memory, planning
-from g2rpo.checkpoint import read_state
 from g2rpo.config import read_settings
 from g2rpo.costs import plan_costs, rows
 from g2rpo.memory import chosen_rollout_batch, memory_of, run_plans, trained_params
 from g2rpo.models.shape import flux_shape
 from g2rpo.options import make_algorithm
 from g2rpo.planning import plan_here
+from g2rpo.pointers import read_state
 from g2rpo.settings import Settings
 from g2rpo.speeds import TABLE, looked_up
 from g2rpo.trainer import train

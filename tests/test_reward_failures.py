@@ -8,7 +8,7 @@ import torch
 from judges import Reply, judging
 
 import g2rpo
-from g2rpo.checkpoint import latest_checkpoint
+from g2rpo.pointers import latest_checkpoint
 from g2rpo.rewards import CheckedReward
 from g2rpo.run import RunStopped
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import time
 
 import pytest
 import torch
+from processes import run_command
 
 import g2rpo
 from g2rpo import trainer
-from g2rpo.checkpoint import latest_checkpoint
 from g2rpo.config import load_settings
 from g2rpo.metrics import read_metrics
 from g2rpo.options import make_algorithm
+from g2rpo.pointers import latest_checkpoint
 from g2rpo.run import RunStopped
 from g2rpo.watch import Watcher
 
@@ -143,6 +145,32 @@ def test_resume_goes_on_bit_for_bit(run, tmp_path, changes):
     assert resumed.finished
     assert timeless(resumed.metrics) == timeless(whole.metrics)
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("latest", ["", "step_000001\n", None], ids=["empty", "dangling", "missing"])
+def test_a_run_without_its_latest_goes_on_all_the_same(run, tmp_path, latest, caplog):
+    whole = run("whole", iterations=3)
+    out = run(iterations=3, stop_after=2, checkpoint_every=1, keep_last=1).out
+    (out / "latest").unlink()
+    if latest is not None:
+        (out / "latest").write_text(latest)
+    done = run_command("sample", str(out), "--prompt", "a red circle", "--steps", "2", "--device", "cpu",
+                       "--out", str(tmp_path / "drawn"))  # fmt: skip
+    assert done.returncode == 0 and "using the newest whole checkpoint, step_000002" in done.stderr, done
+    resumed = run(iterations=3)
+    assert timeless(resumed.metrics) == timeless(whole.metrics), "not begun again"
+    assert caplog.text.count("using the newest whole checkpoint, step_000002") == 1
+    assert (out / "latest").read_text() == "step_000003\n"
+
+
+def test_a_run_that_begins_again_says_so(run, capsys):
+    out = run(iterations=3, stop_after=2).out
+    for path in (out / "latest", out / "checkpoints"):
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    capsys.readouterr()
+    run(iterations=3, stop_after=1)
+    said = capsys.readouterr().out + capsys.readouterr().err
+    assert "has metrics of 2 iterations but no checkpoint: the run starts again at iteration 0" in said
 
 
 def weights(out):
