@@ -27,6 +27,7 @@ from g2rpo.models.flux import FluxPolicy
 from g2rpo.pictures import grid, save_curves, save_png
 from g2rpo.prompts import Prompt
 from g2rpo.rewards import CheckedReward, Reward
+from g2rpo.rewards.checked import ask
 from g2rpo.rewards.scorer import scoring
 from g2rpo.sample import sample_images
 
@@ -97,7 +98,7 @@ class Watcher:
                 part = images[low : low + self.batch].to(self.policy.device)
                 prompts, metadata = list(texts[low : low + self.batch]), list(known[low : low + self.batch])
                 for name, reward in self.rewards.items():
-                    found[name].append(reward(part, prompts, metadata).float().cpu())
+                    found[name].append(ask(reward, part, prompts, metadata).float().cpu())
         return {name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in found.items()}
 
     def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:

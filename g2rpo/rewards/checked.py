@@ -4,12 +4,16 @@ What a reward raises, be it a server's silence or a user's bug, means that the s
 score (NaN); it is logged with its traceback, once for each place that raises. Enough of them stop the run
 with a checkpoint (max_invalid_fraction). An answer of the wrong kind, shape or type is an error at once: it
 would be wrong each time.
+
+Rewards do not disturb each other: each call gets images, prompts and metadata of its own, so whatever a
+reward writes into them, then or later, reaches nobody else.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -43,14 +47,15 @@ class CheckedReward:
         """As `Reward.__call__`; all NaN where the reward raised, and NaN for a picture that is not finite.
 
         Raises:
-            ValueError: inputs of unequal length, or an answer that is not one float32 an image.
+            ValueError: inputs of unequal length, or an answer that is not one float32 per image.
         """
         n = len(images)
         if len(prompts) != n or (metadata is not None and len(metadata) != n):
             lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
             raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; they must be equal")
+        inputs = own_inputs(self.reward, images, prompts, metadata)
         try:
-            scores = self.reward(images, prompts, metadata)
+            scores = self.reward(*inputs)
         except Exception as error:  # the only place that catches all: tests/test_house.py
             self._tell(error, n)
             return torch.full((n,), torch.nan)
@@ -83,6 +88,28 @@ class CheckedReward:
                 "(invalid_fraction/%s), not printed",
                 self.name, samples, self.name, exc_info=error,
             )  # fmt: skip
+
+
+def own_inputs(
+    reward: Any, images: Tensor, prompts: list[str], metadata: Metadata | None
+) -> tuple[Tensor, list[str], Metadata | None]:
+    """Copies for one reward alone; of the metadata one per image, though images of a prompt share theirs.
+
+    Only networks of this package get the images themselves: they write into none, and those that frame images
+    alike know by them that they may share the preprocessed ones (`preprocess.SharedPixels`).
+    """
+    from g2rpo.rewards.scorer import ModelReward  # which imports this package
+
+    shares = isinstance(reward, ModelReward) and type(reward).__module__.startswith("g2rpo.")
+    own = images if shares else images.detach().clone()
+    return own, list(prompts), None if metadata is None else [deepcopy(one) for one in metadata]
+
+
+def ask(reward: Reward, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
+    """The answer of a reward, checked or not, to inputs of its own."""
+    if not isinstance(reward, CheckedReward):  # which makes its copies by itself
+        images, prompts, metadata = own_inputs(reward, images, prompts, metadata)
+    return reward(images, prompts, metadata)
 
 
 def _place(trace: TracebackType | None) -> str:
