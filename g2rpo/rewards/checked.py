@@ -3,7 +3,7 @@
 What a reward raises, be it a server's silence or a user's bug, means that the samples of that batch have no
 score (NaN); it is logged with its traceback, once for each place that raises. Enough of them stop the run
 with a checkpoint (max_invalid_fraction). An answer of the wrong kind, shape or type is an error at once: it
-would be wrong each time.
+would be wrong each time, and so is code that ends the program (exits.py).
 
 Rewards do not disturb each other: each call gets images, prompts and metadata of its own, so whatever a
 reward writes into them, then or later, reaches nobody else.
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from g2rpo.rewards.exits import RewardExited, exits_reported
 
 if TYPE_CHECKING:
     from g2rpo.rewards import Metadata, Reward
@@ -48,6 +50,8 @@ class CheckedReward:
 
         Raises:
             ValueError: inputs of unequal length, or an answer that is not one float32 per image.
+            RewardExited: the reward's code ended the program (a ValueError).
+            KeyboardInterrupt: as it came.
         """
         n = len(images)
         if len(prompts) != n or (metadata is not None and len(metadata) != n):
@@ -55,8 +59,13 @@ class CheckedReward:
             raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; they must be equal")
         inputs = own_inputs(self.reward, images, prompts, metadata)
         try:
-            scores = self.reward(*inputs)
-        except Exception as error:  # the only place that catches all: tests/test_house.py
+            with exits_reported(self.name, "while scoring"):
+                scores = self.reward(*inputs)
+                self.last_error = getattr(self.reward, "last_error", None) or self.last_error
+        except (KeyboardInterrupt, RewardExited):
+            raise
+        except BaseException as error:  # the only place that catches all: tests/test_house.py
+            # Of BaseException too: a cancelled task, or a class of the reward's own, is one call's failure.
             self._tell(error, n)
             return torch.full((n,), torch.nan)
         if not isinstance(scores, Tensor):
@@ -66,7 +75,6 @@ class CheckedReward:
                 f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
                 f"it must return float32 ({n},), NaN for a sample without a score"
             )
-        self.last_error = getattr(self.reward, "last_error", None) or self.last_error
         broken = ~images.flatten(1).isfinite().all(1)
         if bool(broken.any()):  # whatever a reward makes of one, as 8 bits or by the pixels that are left
             self.last_error = self.last_error or f"{int(broken.sum())} of {n} pictures hold NaN or infinity"
@@ -74,10 +82,11 @@ class CheckedReward:
 
     def describe(self) -> str | None:
         """What the reward says of itself (its `describe()`), for the log; None where it says nothing."""
-        describe = getattr(self.reward, "describe", None)
-        return str(describe()) if callable(describe) else None
+        with exits_reported(self.name, "while describing itself"):
+            describe = getattr(self.reward, "describe", None)
+            return str(describe()) if callable(describe) else None
 
-    def _tell(self, error: Exception, samples: int) -> None:
+    def _tell(self, error: BaseException, samples: int) -> None:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         self.last_error = said if len(said) <= 300 else f"{said[:297]}..."
         place = f"{type(error).__name__} {_place(error.__traceback__)}"
