@@ -139,6 +139,7 @@ def plan(
         raise ValueError(f"--memory {memory:g}: a device has more than 0 GB")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
+    sys.path.append(os.getcwd())  # as for `train`: --measure loads the rewards
     from g2rpo.costs import rows
     from g2rpo.planning import plan_here
 

@@ -19,7 +19,7 @@ import hashlib
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -64,6 +64,36 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes of the run."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class StopTogether(ValueError):
+    """A reason for which all processes of a run stop: raised on one, it is raised on all (`raise_together`).
+
+    It is made of its message alone, so that it can be sent.
+    """
+
+
+def raise_together(error: StopTogether | None) -> None:
+    """Raises the error of this process, or else the first of another one; all processes must call."""
+    raised = [other for other in gathered(error) if other is not None]
+    if raised:
+        raise error or raised[0]
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """What `work`, in which the processes do not communicate, gives here; all processes must call.
+
+    Raises:
+        StopTogether: on every process, if `work` raised it on any.
+    """
+    result: list[T] = []
+    error: StopTogether | None = None
+    try:
+        result.append(work())
+    except StopTogether as raised:
+        error = raised
+    raise_together(error)
+    return result[0]
 
 
 def barrier() -> None:

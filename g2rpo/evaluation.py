@@ -26,7 +26,7 @@ from rich.console import Console
 
 import g2rpo
 from g2rpo.bootstrap import Array, Difference, Mean, difference_of, mean_of
-from g2rpo.distributed import barrier, end_processes, gathered, rank, start_processes, world_size
+from g2rpo.distributed import agreed, barrier, end_processes, gathered, rank, start_processes, world_size
 from g2rpo.gallery import write_sheet
 from g2rpo.interrupt import Interrupt, interruptible
 from g2rpo.lineup import Drawing, Lineup, write_whole
@@ -35,6 +35,7 @@ from g2rpo.models import resolve_device
 from g2rpo.progress import counted
 from g2rpo.results import markdown
 from g2rpo.rewards import CheckedReward, load_rewards
+from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.scorer import scoring
 from g2rpo.score import code_hash, parsed_options
 
@@ -101,9 +102,10 @@ def evaluate(
                     speak(f"all pictures are drawn and scored ({where})")
                     loaded: dict[str, CheckedReward] = {}
                 else:
-                    loaded = load_rewards(given, device, given)  # before any model
-                    for name, reward in loaded.items():
-                        if described := reward.describe():
+                    loaded = agreed(lambda: load_rewards(given, device, given))  # before any model
+                    said = agreed(lambda: {name: reward.describe() for name, reward in loaded.items()})
+                    for name, described in said.items():
+                        if described:
                             speak(described)
                             lineup.described[name] = described
                 for label in lineup.labels:
@@ -112,6 +114,12 @@ def evaluate(
             except KeyboardInterrupt:
                 speak(f"interrupted; what is drawn and scored is kept in {where}, the same command goes on")
                 return Evaluated(where, {}, {}, {}, True)
+            except RewardExited as exited:
+                if not evaluation.rows:
+                    raise
+                raise RewardExited(
+                    f"{exited}. What is drawn and scored is kept in {where}; mend the reward"
+                ) from exited
         why = {name: error for name, reward in loaded.items() if (error := reward.last_error)}
         for others in gathered(why):
             why = {**others, **why}
@@ -206,6 +214,7 @@ class _Evaluation:
 
         Raises:
             KeyboardInterrupt: on all processes, after a signal to any; what is scored is kept.
+            RewardExited: on all processes, if it is raised on any; what is scored is kept.
         """
         todo = [
             missing
@@ -218,7 +227,7 @@ class _Evaluation:
         mine: dict[Place, Row] = {}
         try:
             interrupt.together(lambda: self._score(todo[rank() :: world_size()], rewards, device, mine))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RewardExited):
             self._gather(mine, interrupt)
             raise
         self._gather(mine, interrupt)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from g2rpo.distributed import any_process, world_size
+from g2rpo.distributed import StopTogether, any_process, raise_together, world_size
 
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -89,8 +89,12 @@ class Interrupt:
             self._waits = before
 
     def together(self, work: Callable[[], T]) -> T:
-        """Work without communication that a signal may cut off on any process; then all of them raise."""
+        """Work without communication that a signal may cut off on any process; then all of them raise.
+
+        So they do where `work` raises StopTogether on any process.
+        """
         result: list[T] = []
+        error: StopTogether | None = None
         try:
             with self._waiting(False):
                 if self.asked:
@@ -98,7 +102,10 @@ class Interrupt:
                 result.append(work())
         except KeyboardInterrupt:
             self.asked = True
+        except StopTogether as raised:
+            error = raised
         with self.deferred():
+            raise_together(error)
             if any_process(not result):
                 raise KeyboardInterrupt
         return result[0]

@@ -20,6 +20,7 @@ from g2rpo.explore import Samples
 from g2rpo.plans import Plan
 from g2rpo.policy import Policy
 from g2rpo.rewards import Metadata, Reward
+from g2rpo.rewards.checked import ask
 from g2rpo.rewards.scorer import scoring
 from g2rpo.stopwatch import Stopwatch
 
@@ -118,7 +119,7 @@ def score(
             answers = []
             for name, reward in rewards.items():
                 known = None if metadata is None else [metadata[p] for p in whose]
-                answer = reward(pixels, [prompts[p] for p in whose], known)
+                answer = ask(reward, pixels, [prompts[p] for p in whose], known)
                 if answer.shape != (len(pixels),):
                     raise ValueError(
                         f"reward {name!r} gave {tuple(answer.shape)} scores for {len(pixels)} images"

@@ -96,17 +96,6 @@ class RunStopped(ValueError):
     """The run cannot go on; the message says which checkpoint remains and what to do."""
 
 
-def not_finite(out: Path, iteration: int, error: Exception) -> RunStopped:
-    """What to tell of an iteration whose gradient is not a number."""
-    kept = latest_checkpoint(out)
-    return RunStopped(
-        f"iteration {iteration}: {error}. "
-        f"{f'The newest checkpoint is {kept}' if kept else 'There is no checkpoint yet'}; "
-        "the same command would end here again: start another out=FOLDER with a lower lr, or look at the "
-        "rewards of that iteration"
-    )
-
-
 @dataclass(frozen=True)
 class Run:
     """What a run left behind.

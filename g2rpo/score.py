@@ -29,6 +29,7 @@ from g2rpo.models import resolve_device
 from g2rpo.progress import counted
 from g2rpo.recipe import parse_value
 from g2rpo.rewards import REWARDS, CheckedReward, load_rewards
+from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.watch import mean_and_error
 from g2rpo.words import did_you_mean
 
@@ -118,6 +119,13 @@ def score(
             except KeyboardInterrupt:
                 say(f"interrupted; {len(table.rows)} rows are kept in {table.csv}, the same command goes on")
                 interrupted = True
+            except RewardExited as error:
+                if not table.rows:
+                    raise
+                table.close(found, complete=False)
+                raise RewardExited(
+                    f"{error}. {len(table.rows)} rows are kept in {table.csv}; mend the reward"
+                ) from error
     why = {name: reward.last_error for name, reward in loaded.items() if reward.last_error}
     return Scored(table.out, table.close(found, complete=not interrupted), why, interrupted)
 
@@ -292,13 +300,18 @@ class _Table:
 
 
 def code_hash(name: str) -> str | None:
-    """Hash of the file that holds a reward of one's own; None for g2rpo's."""
+    """Hash of the file that holds a reward of one's own; None for g2rpo's.
+
+    Raises:
+        RewardExited: the package that holds the file ends the program when it is imported.
+    """
     if name in REWARDS:
         return None
-    try:
-        found = importlib.util.find_spec(name.partition(":")[0])
-    except (ImportError, ValueError):  # no such package: loading it says so better
-        return None
+    with exits_reported(name, "while its module was imported"):
+        try:
+            found = importlib.util.find_spec(name.partition(":")[0])
+        except (ImportError, ValueError):  # no such package: loading it says so better
+            return None
     if found is None or found.origin is None or not Path(found.origin).is_file():
         return None
     return hashlib.blake2b(Path(found.origin).read_bytes(), digest_size=8).hexdigest()

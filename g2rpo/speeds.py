@@ -18,6 +18,7 @@ from g2rpo.models.shape import FluxShape
 from g2rpo.policy import Conditioning, Policy
 from g2rpo.prompts import Prompt
 from g2rpo.rewards import Reward
+from g2rpo.rewards.checked import ask
 from g2rpo.settings import Settings
 
 LEAST_PARAMS = 1e9
@@ -153,7 +154,7 @@ def measure(
     decode = _seconds(lambda: policy.decode(latents), policy) / images
     pixels = policy.decode(latents)
     prompts = [prompt] * images
-    reward = sum(_seconds(partial(one, pixels, prompts, metadata), policy) for one in rewards.values())
+    reward = sum(_seconds(partial(ask, one, pixels, prompts, metadata), policy) for one in rewards.values())
     rows = settings.update_batch
     x, sigma, cond = _inputs(policy, rows)
 

@@ -27,6 +27,7 @@ from g2rpo.best import is_best, mark_best, settle_best
 from g2rpo.checkpoint import check_room, load_checkpoint, save_checkpoint
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.distributed import (
+    agreed,
     any_process,
     end_processes,
     gathered,
@@ -51,25 +52,18 @@ from g2rpo.options import make_algorithm
 from g2rpo.pointers import latest_checkpoint, read_state, repair_latest
 from g2rpo.policy import Conditioning
 from g2rpo.prompts import PromptStream, read_prompts
-from g2rpo.reward_stats import invalid_share, reward_metrics, why_invalid
+from g2rpo.reward_stats import invalid_share, reward_metrics
 from g2rpo.rewards import CheckedReward, load_rewards
+from g2rpo.rewards.exits import RewardExited
 from g2rpo.rollout import Rollout, score
-from g2rpo.run import (
-    Run,
-    RunStopped,
-    checkpoint_to_resume,
-    described,
-    interrupted,
-    mark_finished,
-    not_finite,
-    started_again,
-)
+from g2rpo.run import Run, checkpoint_to_resume, described, interrupted, mark_finished, started_again
 from g2rpo.saved import check_weights, policy_of
 from g2rpo.schedule import shifted_sigmas
 from g2rpo.settings import Settings
+from g2rpo.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.stopwatch import Stopwatch, peak_memory
 from g2rpo.update import NotFinite, advantages_of, reference_of, rows_of, update
-from g2rpo.watch import PictureSet, Schedule, Watcher, write_curves
+from g2rpo.watch import Schedule, Watcher, write_curves
 
 
 def train(settings: Settings) -> Run:
@@ -78,7 +72,8 @@ def train(settings: Settings) -> Run:
     Raises:
         ValueError: settings or files that do not fit, or a run at work in the folder, before any model is
             loaded.
-        RunStopped: too many samples without a reward, or a gradient that is not a number.
+        RunStopped: too many samples without a reward, a reward whose code ended the program, or a gradient
+            that is not a number.
     """
     out = Path(settings.out).expanduser()
     try:
@@ -129,7 +124,9 @@ class Trainer:
         check_weights(settings, mesh)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
-        self.rewards: dict[str, CheckedReward] = load_rewards(names, device, settings.reward_options)
+        self.rewards: dict[str, CheckedReward] = agreed(
+            lambda: load_rewards(names, device, settings.reward_options)
+        )
         embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
         self.policy: FluxPolicy = policy_of(
@@ -154,13 +151,7 @@ class Trainer:
             self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
             self.rollout_batch,
         )  # fmt: skip
-        shown = prompts[: settings.num_sample_prompts]
-        self.schedule = Schedule(
-            PictureSet.of("evaluation", eval_prompts) if eval_prompts and settings.eval_every else None,
-            PictureSet.of("own prompts", shown, settings.num_sample_prompts),
-            settings.eval_every,
-            settings.sample_every,
-        )
+        self.schedule = Schedule.of(settings, prompts, eval_prompts)
 
     def run(self) -> Run:
         """The loop."""
@@ -183,10 +174,10 @@ class Trainer:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(described(settings, self.policy, self.parameters, self.step))
             notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
-            notes += [reward.describe() or "" for reward in self.rewards.values()]
-            for note in filter(None, notes):
-                progress.note(note)
             try:
+                said = agreed(lambda: [reward.describe() for reward in self.rewards.values()])
+                for note in filter(None, (*notes, *said)):
+                    progress.note(note)
                 if self.step == 0 and self.comparison.sets:
                     progress.note("drawing with the untrained model")
                     self.comparison.draw_before(self.watcher, self.out)
@@ -207,6 +198,9 @@ class Trainer:
                     changes = self._after(progress)
             except KeyboardInterrupt:
                 return self._stopped(progress)
+            except RewardExited as error:  # on all processes, and never amid an update
+                self.save()
+                raise reward_exited(self.out, self.step, error) from error
             except NotFinite as error:
                 if error.steps_done == 0:  # else the weights are half an update on
                     self.save()
@@ -318,17 +312,11 @@ class Trainer:
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
     def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
-        share = invalid_share(rollouts)
-        if share > self.settings.max_invalid_fraction:
+        if invalid_share(rollouts) > self.settings.max_invalid_fraction:
             self.save()
             told = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
             errors = {name: error for one in told for name, error in one.items()}
-            raise RunStopped(
-                f"iteration {self.step + 1}: {share:.0%} of the samples have no reward "
-                f"(max_invalid_fraction={self.settings.max_invalid_fraction}): "
-                f"{why_invalid(rollouts, list(self.settings.rewards), errors)}. A checkpoint of iteration "
-                f"{self.step} is in {self.out}"
-            )
+            raise too_many_invalid(self.settings, self.step, rollouts, errors)
 
     def save(self, best: bool = False) -> None:
         """A checkpoint of the iterations done, unless it is there already; `best`: RUN/best names it."""

@@ -20,15 +20,17 @@ from torch import Tensor
 
 from g2rpo.conditioning import EmbeddingCache
 from g2rpo.config import deciding
-from g2rpo.distributed import gathered, rank, world_size
+from g2rpo.distributed import agreed, gathered, rank, world_size
 from g2rpo.interrupt import undisturbed
 from g2rpo.metrics import MetricsWriter, Progress, read_metrics
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.pictures import grid, save_curves, save_png
 from g2rpo.prompts import Prompt
 from g2rpo.rewards import CheckedReward, Reward
+from g2rpo.rewards.checked import ask
 from g2rpo.rewards.scorer import scoring
 from g2rpo.sample import sample_images
+from g2rpo.settings import Settings
 
 # Training noise is seeded by hashes of keys, these pictures by plain numbers from here on: they never meet.
 FIRST_SEED = 1_000_000
@@ -88,7 +90,16 @@ class Watcher:
         return _merged(drawn).float() / 255
 
     def scores(self, pictures: PictureSet, images: Tensor) -> dict[str, Tensor]:
-        """Reward name -> [N], NaN where a picture could not be judged."""
+        """Reward name -> [N], NaN where a picture could not be judged.
+
+        Raises:
+            RewardExited: on all processes, if it is raised on any.
+        """
+        found = agreed(lambda: self._own_scores(pictures, images))
+        return {name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in found.items()}
+
+    def _own_scores(self, pictures: PictureSet, images: Tensor) -> dict[str, list[Tensor]]:
+        """Batches of scores of this process's pictures."""
         found: dict[str, list[Tensor]] = {name: [] for name in self.rewards}
         images = images[_share()]
         texts, known = pictures.prompts[_share()], pictures.metadata[_share()]
@@ -97,8 +108,8 @@ class Watcher:
                 part = images[low : low + self.batch].to(self.policy.device)
                 prompts, metadata = list(texts[low : low + self.batch]), list(known[low : low + self.batch])
                 for name, reward in self.rewards.items():
-                    found[name].append(reward(part, prompts, metadata).float().cpu())
-        return {name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in found.items()}
+                    found[name].append(ask(reward, part, prompts, metadata).float().cpu())
+        return found
 
     def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:
         """Draw and score; keep every score in OUT/evaluations/step_N.json.
@@ -117,7 +128,7 @@ class Watcher:
             "num_steps": self.num_steps,
         }
         checked = {name: one for name, one in self.rewards.items() if isinstance(one, CheckedReward)}
-        judges = {name: said for name, one in checked.items() if (said := one.describe())}
+        judges = agreed(lambda: {name: said for name, one in checked.items() if (said := one.describe())})
         # As JSON has them, so that they equal themselves when read: tuples are lists there, paths words.
         options = json.loads(json.dumps({n: deciding(c.options) for n, c in checked.items()}, default=str))
         record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
@@ -181,6 +192,18 @@ class Schedule:
     shown: PictureSet | None
     eval_every: int
     sample_every: int
+
+    @staticmethod
+    def of(settings: Settings, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> Schedule:
+        """The schedule of a run with these training and evaluation prompts."""
+        evaluated = bool(eval_prompts and settings.eval_every)
+        shown = prompts[: settings.num_sample_prompts]
+        return Schedule(
+            PictureSet.of("evaluation", eval_prompts) if evaluated else None,
+            PictureSet.of("own prompts", shown, settings.num_sample_prompts),
+            settings.eval_every,
+            settings.sample_every,
+        )
 
     def watch(
         self,

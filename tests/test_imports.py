@@ -18,7 +18,7 @@ ROWS = [
     "prompts conditioning tree explore rollout",
     "pointers checkpoint metrics progress options recipe settings config",
     "best interrupt reward_stats saved pictures matching sample export",
-    "optimizer update watch before_after run lock guard embed memory focus",
+    "optimizer update watch before_after run stops lock guard embed memory focus",
     "trainer",
     "curves compare_tables compare_page arms side_by_side",
     "score bootstrap named lineup gallery results evaluation",

@@ -81,12 +81,11 @@ def test_what_a_reward_raises_is_no_number_and_told_once_for_each_place(caplog):
     assert reward.last_error.startswith("ValueError: line one xxx") and len(reward.last_error) == 300
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_who_wants_to_stop_can(stop):
+def test_who_wants_to_stop_can():
     def stopping(images, prompts, metadata=None):
-        raise stop
+        raise KeyboardInterrupt
 
-    with pytest.raises(stop):
+    with pytest.raises(KeyboardInterrupt):
         CheckedReward("stopping", stopping)(IMAGES, PROMPTS)
 
 

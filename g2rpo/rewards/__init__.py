@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.checked import CheckedReward
+from g2rpo.rewards.exits import exits_reported
 from g2rpo.words import did_you_mean
 
 Metadata = list[dict[str, Any]]
@@ -62,11 +63,15 @@ def load_reward(name: str, device: torch.device, options: Options | None = None)
 
     Raises:
         ValueError: an unknown name (with the nearest known one), nothing usable at `module:attribute`, or
-            options that it does not take.
+            options that it does not take, or code that ends the program (RewardExited).
     """
-    options = dict(options or {})
+    with exits_reported(name, "while being made"):
+        return _loaded(name, device, dict(options or {}))
+
+
+def _loaded(name: str, device: torch.device, options: dict[str, Any]) -> CheckedReward:
     if name in REWARDS:
-        factory = _attribute(REWARDS[name])
+        factory = _attribute(REWARDS[name], name)
         _check_options(name, factory, options)
         return CheckedReward(name, factory(device, **options), options)
     if ":" not in name:
@@ -74,7 +79,7 @@ def load_reward(name: str, device: torch.device, options: Options | None = None)
             f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; "
             f"known: {', '.join(REWARDS)}, or module:function for your own"
         )
-    target = _attribute(name)
+    target = _attribute(name, name)
     if options and not isinstance(target, type):
         raise ValueError(f"reward {name!r} is a function, which takes no options; make it a class for those")
     if isinstance(target, type):
@@ -129,12 +134,13 @@ def _check_options(name: str, factory: Any, options: Options) -> None:
             )
 
 
-def _attribute(target: str) -> Any:
+def _attribute(target: str, reward: str) -> Any:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute.isidentifier():
         raise ValueError(f"{target!r} is not module:attribute, such as my_rewards:brightness")
     try:
-        module = importlib.import_module(module_name)
+        with exits_reported(reward, "while its module was imported"):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that exists but misses one of its own imports is its own error, told as it is.
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):

@@ -3,19 +3,25 @@
 What a reward raises, be it a server's silence or a user's bug, means that the samples of that batch have no
 score (NaN); it is logged with its traceback, once for each place that raises. Enough of them stop the run
 with a checkpoint (max_invalid_fraction). An answer of the wrong kind, shape or type is an error at once: it
-would be wrong each time.
+would be wrong each time, and so is code that ends the program (exits.py).
+
+Rewards do not disturb each other: each call gets images, prompts and metadata of its own, so whatever a
+reward writes into them, then or later, reaches nobody else.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from g2rpo.rewards.exits import RewardExited, exits_reported
 
 if TYPE_CHECKING:
     from g2rpo.rewards import Metadata, Reward
@@ -43,15 +49,23 @@ class CheckedReward:
         """As `Reward.__call__`; all NaN where the reward raised, and NaN for a picture that is not finite.
 
         Raises:
-            ValueError: inputs of unequal length, or an answer that is not one float32 an image.
+            ValueError: inputs of unequal length, or an answer that is not one float32 per image.
+            RewardExited: the reward's code ended the program (a ValueError).
+            KeyboardInterrupt: as it came.
         """
         n = len(images)
         if len(prompts) != n or (metadata is not None and len(metadata) != n):
             lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
             raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; they must be equal")
+        inputs = own_inputs(self.reward, images, prompts, metadata)
         try:
-            scores = self.reward(images, prompts, metadata)
-        except Exception as error:  # the only place that catches all: tests/test_house.py
+            with exits_reported(self.name, "while scoring"):
+                scores = self.reward(*inputs)
+                self.last_error = getattr(self.reward, "last_error", None) or self.last_error
+        except (KeyboardInterrupt, RewardExited):
+            raise
+        except BaseException as error:  # the only place that catches all: tests/test_house.py
+            # Of BaseException too: a cancelled task, or a class of the reward's own, is one call's failure.
             self._tell(error, n)
             return torch.full((n,), torch.nan)
         if not isinstance(scores, Tensor):
@@ -61,7 +75,6 @@ class CheckedReward:
                 f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
                 f"it must return float32 ({n},), NaN for a sample without a score"
             )
-        self.last_error = getattr(self.reward, "last_error", None) or self.last_error
         broken = ~images.flatten(1).isfinite().all(1)
         if bool(broken.any()):  # whatever a reward makes of one, as 8 bits or by the pixels that are left
             self.last_error = self.last_error or f"{int(broken.sum())} of {n} pictures hold NaN or infinity"
@@ -69,10 +82,11 @@ class CheckedReward:
 
     def describe(self) -> str | None:
         """What the reward says of itself (its `describe()`), for the log; None where it says nothing."""
-        describe = getattr(self.reward, "describe", None)
-        return str(describe()) if callable(describe) else None
+        with exits_reported(self.name, "while describing itself"):
+            describe = getattr(self.reward, "describe", None)
+            return str(describe()) if callable(describe) else None
 
-    def _tell(self, error: Exception, samples: int) -> None:
+    def _tell(self, error: BaseException, samples: int) -> None:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         self.last_error = said if len(said) <= 300 else f"{said[:297]}..."
         place = f"{type(error).__name__} {_place(error.__traceback__)}"
@@ -83,6 +97,28 @@ class CheckedReward:
                 "(invalid_fraction/%s), not printed",
                 self.name, samples, self.name, exc_info=error,
             )  # fmt: skip
+
+
+def own_inputs(
+    reward: Any, images: Tensor, prompts: list[str], metadata: Metadata | None
+) -> tuple[Tensor, list[str], Metadata | None]:
+    """Copies for one reward alone; of the metadata one per image, though images of a prompt share theirs.
+
+    Only networks of this package get the images themselves: they write into none, and those that frame images
+    alike know by them that they may share the preprocessed ones (`preprocess.SharedPixels`).
+    """
+    from g2rpo.rewards.scorer import ModelReward  # which imports this package
+
+    shares = isinstance(reward, ModelReward) and type(reward).__module__.startswith("g2rpo.")
+    own = images if shares else images.detach().clone()
+    return own, list(prompts), None if metadata is None else [deepcopy(one) for one in metadata]
+
+
+def ask(reward: Reward, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
+    """The answer of a reward, checked or not, to inputs of its own."""
+    if not isinstance(reward, CheckedReward):  # which makes its copies by itself
+        images, prompts, metadata = own_inputs(reward, images, prompts, metadata)
+    return reward(images, prompts, metadata)
 
 
 def _place(trace: TracebackType | None) -> str:

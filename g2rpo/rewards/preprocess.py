@@ -164,13 +164,17 @@ class SharedPixels:
     def __init__(self) -> None:
         self._images: weakref.ref[Tensor] | None = None
         self._version = 0
+        self._copy: Tensor | None = None
         self._made: dict[tuple[Frame, torch.device], Tensor] = {}
 
     def __call__(self, images: Tensor, frame: Frame, device: torch.device, batch: int) -> Tensor:
         """Pixels of `images` on `device`, worked on in batches."""
         version = 0 if images.is_inference() else images._version  # an in-place change counts it up
-        if self._images is None or self._images() is not images or self._version != version:
+        known = self._images is not None and self._images() is images and self._version == version
+        # A write through NumPy's view of a CPU tensor does not count the version up.
+        if not known or (self._copy is not None and not torch.equal(self._copy, images)):
             self._images = weakref.ref(images, self._forget)
+            self._copy = images.detach().clone() if images.device.type == "cpu" else None
             self._version, self._made = version, {}
         key = (frame, device)
         if key not in self._made or images.is_inference():
@@ -179,7 +183,7 @@ class SharedPixels:
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
         if self._images is gone:
-            self._images, self._made = None, {}
+            self._images, self._copy, self._made = None, None, {}
 
 
 shared_pixels = SharedPixels()

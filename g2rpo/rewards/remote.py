@@ -1,5 +1,7 @@
 """Asking servers over HTTP: bounded, patient with what may pass, and without a number for what did not.
 
+The environment's proxies are used as usual (HTTP_PROXY, ALL_PROXY, NO_PROXY), but never for this machine.
+
 Asked again, elsewhere if there is another server: no connection, no answer in time, 429 and 5xx, after pauses
 that double from `backoff` (shortened at random by up to a half, so that clients spread) or after the server's
 own Retry-After. Everything else is an answer, good or bad. A request that no server answered at all marks
@@ -23,7 +25,7 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from g2rpo.rewards.remote_options import addresses, bearer, number, plain_headers, whole
+from g2rpo.rewards.remote_options import addresses, bearer, is_loopback, number, plain_headers, whole
 from g2rpo.rewards.tally import Failed
 
 if TYPE_CHECKING:
@@ -110,7 +112,13 @@ class Servers:
 
         # Time is limited around each request; the bound on requests is the semaphore's.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
-        return httpx.AsyncClient(headers=self.headers, timeout=None, limits=limits, verify=_certificates())
+        # Proxy variables are not for servers on this machine: a proxy would get images and key, and its
+        # answer would be the score. Where all servers are here, not even an unusable variable matters.
+        direct = {url: None for url in self.urls if is_loopback(url)}
+        return httpx.AsyncClient(
+            headers=self.headers, timeout=None, limits=limits, verify=_certificates(), mounts=direct,
+            trust_env=len(direct) < len(self.urls),
+        )  # fmt: skip
 
     async def _ask_all(self, path: str, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         free = asyncio.Semaphore(self.concurrency)

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
+import socket
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+LOOPBACK_NAMES = (
+    "localhost", "localhost.localdomain", "localhost4", "localhost4.localdomain4", "localhost6",
+    "localhost6.localdomain6", "ip6-localhost", "ip6-loopback",
+)  # fmt: skip
+"""What /etc/hosts calls this machine on the usual systems."""
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is on this machine: localhost, 127.0.0.0/8, ::1, or the unspecified 0.0.0.0 and ::.
+
+    Addresses count in every form that the resolver takes: `127.1`, `2130706433`, `0x7f.1`,
+    `::ffff:127.0.0.1`; names below `.localhost` too (RFC 6761).
+    """
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host in LOOPBACK_NAMES or host.endswith(".localhost"):
+        return True
+    with suppress(OSError):  # no IPv4 address in any form
+        host = socket.inet_ntoa(socket.inet_aton(host))
+    with suppress(ValueError):  # a name
+        address = ipaddress.ip_address(host)
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        return mapped.is_loopback or mapped.is_unspecified
+    return False
 
 
 def number(reward: str, option: str, value: Any, *, above: float, unit: str = "") -> float:
