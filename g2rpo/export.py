@@ -27,6 +27,7 @@ from g2rpo.models.files import PARTS
 from g2rpo.models.flux import FluxPolicy
 from g2rpo.models.layout import to_original
 from g2rpo.models.lora_layout import lora_to_comfyui
+from g2rpo.models.lora_strength import adapters_at_strength_1, metadata_at_strength_1
 from g2rpo.models.tiny import is_tiny
 from g2rpo.models.weights import COMFYUI_LORA_FILE, LORA_FILE, SINGLE_FILE
 from g2rpo.pointers import BEST
@@ -175,13 +176,15 @@ def _write_pipeline(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
 
 def _write_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
     from diffusers.loaders import FluxLoraLoaderMixin
-    from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(policy.module, adapter_name="default")
     FluxLoraLoaderMixin.save_lora_weights(
         out,
-        transformer_lora_layers={name: value.detach().cpu().to(dtype) for name, value in state.items()},
-        transformer_lora_adapter_metadata=policy.module.peft_config["default"].to_dict(),
+        transformer_lora_layers={
+            name: value.to(dtype) for name, value in adapters_at_strength_1(policy.module).items()
+        },
+        transformer_lora_adapter_metadata=metadata_at_strength_1(
+            policy.module.peft_config["default"].to_dict()
+        ),
         weight_name=LORA_FILE,
     )
 
@@ -195,18 +198,12 @@ def _write_single_file(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> Non
 
 
 def _write_comfyui_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
-    from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    state = get_peft_model_state_dict(policy.module, adapter_name="default")
-    scales = {
-        name: float(layer.scaling["default"])
-        for name, layer in policy.module.named_modules()
-        if "default" in getattr(layer, "scaling", {})
-    }
-    state = {name: value.detach().cpu().to(dtype) for name, value in state.items()}
-    layers = lora_to_comfyui(state, policy.module.config, scales)
-    save_file({key: v.contiguous() for key, v in layers.items()}, out / COMFYUI_LORA_FILE, {"format": "pt"})
+    layers = lora_to_comfyui(adapters_at_strength_1(policy.module), policy.module.config)
+    # alpha stays float32: bfloat16 has no 257.
+    state = {key: v if key.endswith(".alpha") else v.to(dtype).contiguous() for key, v in layers.items()}
+    save_file(state, out / COMFYUI_LORA_FILE, {"format": "pt"})
 
 
 _WRITERS = {

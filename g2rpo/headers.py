@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from g2rpo.doctor import Row
+from g2rpo.models.reading import FLOATS, Header
 
 Shapes = dict[str, tuple[int, ...]]
-Header = dict[str, tuple[str, tuple[int, ...]]]
 
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 AGAIN = "fetch it again"
-
-
-def read_header(path: Path) -> Header:
-    """Key -> (dtype as safetensors has it, shape) of a whole, sound file.
-
-    Raises:
-        ValueError: truncated, or no safetensors file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:  # torch would claim the memory of it all
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
-            return {key: (str(one.get_dtype()), tuple(one.get_shape())) for key, one in slices.items()}
-    except SafetensorError as error:
-        with path.open("rb") as stream:
-            pointer = stream.read(12) == b"version http"
-        why = "is a git-lfs pointer: `git lfs pull` fetches the file" if pointer else f"is damaged ({error})"
-        raise ValueError(f"{path} {why}") from error
 
 
 def compared(name: str, found: Header, shapes: Shapes, advice: str) -> list[Row]:

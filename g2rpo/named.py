@@ -12,14 +12,26 @@ from typing import Any
 from g2rpo.config import read_settings
 from g2rpo.models.files import local_folder, transformer_config
 from g2rpo.pointers import BEST
-from g2rpo.saved import CONDITIONS, checkpoint_of, export_record, is_weights, run_of
+from g2rpo.saved import (
+    CONDITIONS,
+    base_and_files,
+    check_files,
+    check_weights,
+    checkpoint_of,
+    export_record,
+    is_weights,
+    run_of,
+)
 
 
 def check_model(model: str, base: str | None = None) -> None:
     """Whether `open_policy` can find a model; of one on the hub a configuration file is fetched.
 
+    Bare weights, and those that a run of adapters began with, are checked as loading would check them.
+
     Raises:
-        ValueError: no such model, a run without a checkpoint, or weights without a base.
+        ValueError: no such model, a run without a checkpoint, weights without a base, or weights that cannot
+            be put onto it.
     """
     path = Path(model).expanduser()
     run = run_of(path)
@@ -27,14 +39,14 @@ def check_model(model: str, base: str | None = None) -> None:
         found = checkpoint_of(path, run)
         if found is None or not found.is_dir():
             raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
+        settings = read_settings(run)
+        if settings.lora_rank:  # else its checkpoint holds all weights
+            check_weights(settings)
         return
     if not is_weights(path):
         transformer_config(str(local_folder(path) if path.is_dir() else model))
         return
-    below = base or export_record(path).get("base_model")
-    if below is None:
-        raise ValueError(f"{model} holds weights alone; say which model they belong to with --base NAME")
-    transformer_config(below)
+    check_files(*base_and_files(path, base))
 
 
 def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list[str]:

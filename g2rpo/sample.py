@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.models.files import read_json
+from g2rpo.named import check_model
 from g2rpo.pictures import comparison, grid, save_png
 from g2rpo.policy import Conditioning, Policy
 from g2rpo.saved import open_policy
@@ -261,6 +262,9 @@ def draw(
     """
     takeover = _steps_before(first_steps, then, request.num_steps)
     asked = dict(open_with or {})
+    for other in (then, compare):  # before the first model has drawn
+        if other is not None:
+            check_model(other, asked.get("base"))
     opened = [open_policy(model, **asked)]
     conditions = opened[0].conditions
     if pipeline:

@@ -9,6 +9,7 @@ a LoRA folder, a .safetensors     put onto `base`
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def policy_of(settings: Settings, **changes: Any) -> FluxPolicy:
 
 
 def check_weights(settings: Settings, mesh: DeviceMesh | None = None) -> None:
-    """Does the setting `weights` fit its model? From the headers of its files, before anything is loaded.
+    """Does the setting `weights` fit its model? Of adapters the values are read, of others the headers alone.
 
     Args:
         mesh: that the run will be sharded over.
@@ -57,6 +58,36 @@ def check_weights(settings: Settings, mesh: DeviceMesh | None = None) -> None:
     if settings.weights is not None:
         training = Training(lora_rank=settings.lora_rank, base_dtype=settings.base_dtype, mesh=mesh)
         bare_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
+
+
+def check_files(base: str, files: Sequence[Path]) -> None:
+    """Can these weights be put onto a base, in this order? As `check_weights`, without a run.
+
+    Raises:
+        ValueError: they cannot, or there is no such base.
+    """
+    bare_network(transformer_config(base), Training(), tuple(files))
+
+
+def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
+    """The base of bare weights at `path`, and the files to put onto it, in order.
+
+    Args:
+        base: that was asked for; None: what an export knows of itself.
+
+    Raises:
+        ValueError: no base is known.
+    """
+    record = export_record(path)
+    file = weight_file(path)
+    adapters = file is not None and file.name in (LORA_FILE, COMFYUI_LORA_FILE)
+    below = None if base or not adapters else record.get("settings", {}).get("weights")
+    base = base or record.get("base_model")
+    if base is None:
+        raise ValueError(
+            f"{path} holds weights alone; say which model they belong to: base=NAME, or --base NAME"
+        )
+    return base, [*([Path(below).expanduser()] if below else []), path]
 
 
 def open_policy(
@@ -103,15 +134,8 @@ def open_policy(
     arguments = _given(own) | _given(changes)
     if not is_weights(path):
         return load_policy(str(model), **arguments)
-    file = weight_file(path)
-    adapters = file is not None and file.name in (LORA_FILE, COMFYUI_LORA_FILE)
-    below = None if base or not adapters else record.get("settings", {}).get("weights")
-    base = base or record.get("base_model")
-    if base is None:
-        raise ValueError(
-            f"{model} holds weights alone; say which model they belong to: base=NAME, or --base NAME"
-        )
-    return load_policy(base, weights=[*([below] if below else []), path], **arguments)
+    base, files = base_and_files(path, base)
+    return load_policy(base, weights=files, **arguments)
 
 
 def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from g2rpo.checkpoint import latest_checkpoint
+from g2rpo.pointers import latest_checkpoint
 from g2rpo.reward_stats import invalid_share, why_invalid
 from g2rpo.rollout import Rollout
 from g2rpo.run import RunStopped

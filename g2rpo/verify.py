@@ -1,4 +1,4 @@
-"""Whether files are what they should be: keys, shapes and dtypes from their headers; no tensor is read.
+"""Whether files are what they should be: keys, shapes and dtypes from their headers, and adapters' values.
 
     a FLUX in diffusers layout     every part against a network without storage, built from its config.json
     a transformer, one file        diffusers' or the original's keys, against FLUX.1-dev or `base`
@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from g2rpo.doctor import Row
-from g2rpo.headers import AGAIN, Header, Shapes, compared, dtypes, not_floats, problems, read_header
+from g2rpo.headers import AGAIN, Shapes, compared, dtypes, problems
 from g2rpo.models.files import PARTS, component_class, read_json, transformer_config
 from g2rpo.models.known import FLUX_1_DEV
 from g2rpo.models.layout import is_original, original_prefix, to_original
-from g2rpo.models.lora_layout import adapters, comfyui_names, is_lora
+from g2rpo.models.lora_checks import inspect_lora
+from g2rpo.models.lora_keys import is_lora
+from g2rpo.models.reading import Header, read_header
 from g2rpo.models.weights import weight_file
 from g2rpo.saved import export_record
 from g2rpo.verify_rewards import REWARD_KINDS
@@ -119,7 +121,9 @@ def _file(path: Path, base: str | None) -> list[Row]:
     except ValueError as error:
         return [Row(path.name, "missing", str(error), AGAIN)]
     config = _transformer_config(base)
-    return (_lora if is_lora(found) else _transformer)(path.name, found, config)
+    if not found or is_lora(found):
+        return _lora(path, config)
+    return _transformer(path.name, found, config)
 
 
 def _transformer(name: str, found: Header, config: Mapping[str, Any]) -> list[Row]:
@@ -131,33 +135,14 @@ def _transformer(name: str, found: Header, config: Mapping[str, Any]) -> list[Ro
     return compared(name, found, shapes, OTHER)
 
 
-def _lora(name: str, found: Header, config: Mapping[str, Any]) -> list[Row]:
-    try:
-        layers = adapters(found)
-    except ValueError as error:
-        return [Row(name, "missing", str(error), "fetch or export it again")]
+def _lora(path: Path, config: Mapping[str, Any]) -> list[Row]:
+    """By the checks that loading makes; adapters are small, so their values are read too."""
     shapes = _diffusers_shapes("transformer", config)
-    original = _original_shapes(shapes, config)
-    places: Shapes = {key.removesuffix(".weight"): one for key, one in shapes.items() if len(one) == 2}
-    places |= {f"transformer.{layer}": shape for layer, shape in places.items()}
-    places |= {own: original[f"{layer}.weight"] for own, layer in comfyui_names(config).items()}
-    misfits = []
-    for layer in layers.keys() & places.keys():
-        down, up = layers[layer]["A"][1], layers[layer]["B"][1]
-        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (up[0], down[1]) != places[layer]:
-            misfits.append(f"{layer} (A {down}, B {up} on {places[layer]})")
-    ranks = sorted({layers[layer]["A"][1][0] for layer in layers if layers[layer]["A"][1]})
-    return problems(
-        name,
-        {
-            "unknown layers": (
-                layers.keys() - places.keys(),
-                f"{OTHER}; text encoders take no adapters here",
-            ),
-            "shapes that do not fit": (misfits, OTHER),
-            "tensors of no floating-point numbers": (not_floats(found), "g2rpo reads no quantised weights"),
-        },
-    ) or [Row(name, "ok", f"a LoRA on {len(layers)} layers, rank {_span(ranks)}, {dtypes(found)}")]
+    layers = {key.removesuffix(".weight"): one for key, one in shapes.items() if len(one) == 2}
+    file = inspect_lora(path, layers, config)
+    rows = [Row(path.name, "missing", problem.found, problem.advice) for problem in file.problems]
+    sound = f"a LoRA on {len(file.layers)} layers, rank {_span(file.ranks)}, {dtypes(file.header)}"
+    return rows or [Row(path.name, "ok", sound, file.note)]
 
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, str | None], list[Row]]], ...] = (

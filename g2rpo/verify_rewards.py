@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from g2rpo.doctor import Row
-from g2rpo.headers import AGAIN, Header, compared, read_header
+from g2rpo.headers import AGAIN, compared
 from g2rpo.models.files import read_json
+from g2rpo.models.reading import Header, read_header
 from g2rpo.rewards import clip, hps, imagereward, layouts, networks
 from g2rpo.rewards.published import TORCH_FILES, read_torch, weights_at
 

@@ -10,7 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from g2rpo.models.layout import is_original, original_prefix, sources, to_diffusers, to_original
-from g2rpo.models.lora_layout import is_comfyui_lora, is_lora, lora_from_comfyui, lora_to_comfyui
+from g2rpo.models.lora_checks import linear_shapes, read_lora
+from g2rpo.models.lora_keys import is_lora
+from g2rpo.models.lora_layout import lora_to_comfyui
 from g2rpo.models.weights import LORA_TARGETS, load_weights
 
 WIDTH = 3072
@@ -148,25 +150,24 @@ def delta(state, layer: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("targets", "ranks", "scale"),
+    ("targets", "ranks"),
     [
-        (LORA_TARGETS, (3,), 2.0),
-        ("", (3,), 0.7),  # every linear, both ends and modulations too
-        (r"to_q|add_k_proj|proj_mlp", (3,), 2.0),  # some parts of the stacked layers
-        (LORA_TARGETS, (1, 2, 4), None),  # a rank and a scale for each layer
+        (LORA_TARGETS, (3,)),
+        ("", (3,)),  # every linear, both ends and modulations too
+        (r"to_q|add_k_proj|proj_mlp", (3,)),  # some parts of the stacked layers
+        (LORA_TARGETS, (1, 2, 4)),  # a rank for each layer
     ],
 )
-def test_adapters_give_the_stacked_changes(module, targets, ranks, scale):
+def test_adapters_give_the_stacked_changes(module, tmp_path, targets, ranks):
     state = adapters_of(module, targets, ranks)
     layers = sorted({key.split(".lora_")[0] for key in state})
-    scales = {layer: scale or 0.5 + i for i, layer in enumerate(layers)}
     prefixed = {f"transformer.{key}": value for key, value in state.items()}
-    written = lora_to_comfyui(prefixed, module.config, scales if scale is None else scale)
-    assert is_comfyui_lora(written) and is_lora(state) and not is_comfyui_lora(prefixed)
+    written = lora_to_comfyui(prefixed, module.config)
+    assert is_lora(written) and is_lora(state)
 
     zeros = {key: torch.zeros_like(value) for key, value in module.state_dict().items()}
     for layer in layers:
-        zeros[f"{layer}.weight"] = scales[layer] * delta(state, layer)
+        zeros[f"{layer}.weight"] = delta(state, layer)
     wanted = to_original(zeros, module.config)
     names = {key.split(".")[0] for key in written}
     changed = {k for k, v in wanted.items() if v.any()}
@@ -174,14 +175,13 @@ def test_adapters_give_the_stacked_changes(module, targets, ranks, scale):
     for key in changed:
         name = f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
         up, down = written[f"{name}.lora_up.weight"], written[f"{name}.lora_down.weight"]
-        factor = written[f"{name}.alpha"] / len(down)  # as ComfyUI has it
-        torch.testing.assert_close(factor * up @ down, wanted[key], rtol=1e-5, atol=1e-5)
-    back = lora_from_comfyui(written, module.config)
+        assert written[f"{name}.alpha"] == len(down)  # readers with alpha and without agree
+        torch.testing.assert_close(up @ down, wanted[key], rtol=1e-5, atol=1e-5)
+    save_file(written, tmp_path / "lora.safetensors")
+    back, _ = read_lora(tmp_path / "lora.safetensors", linear_shapes(module), module.config)
     for layer in layers:
         down, up, factor = back[layer]
-        torch.testing.assert_close(
-            factor * up @ down, scales[layer] * delta(state, layer), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(factor * up @ down, delta(state, layer), rtol=1e-5, atol=1e-5)
 
 
 def test_diffusers_reads_the_same_adapters():
@@ -197,16 +197,17 @@ def test_diffusers_reads_the_same_adapters():
             layer = key.removesuffix(".weight")
             state[f"transformer.{layer}.lora_A.weight"] = torch.randn(rank, 2, generator=generator)
             state[f"transformer.{layer}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
-    read = FluxLoraLoaderMixin.lora_state_dict(lora_to_comfyui(state, config, 2.0))
+    read = FluxLoraLoaderMixin.lora_state_dict(lora_to_comfyui(state, config))
     assert read.keys() == state.keys()
-    for key, value in state.items():  # the scale is in A, and ranks are those of before
-        torch.testing.assert_close(read[key], 2 * value if ".lora_A." in key else value, rtol=0, atol=0)
+    for key, value in state.items():
+        torch.testing.assert_close(read[key], value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kohya", [True, False])
 def test_adapters_load_onto_the_weights(module, tmp_path, kohya):
     state = adapters_of(module, LORA_TARGETS)
-    written = lora_to_comfyui(state, module.config, 2.0)
+    written = lora_to_comfyui(state, module.config)
+    written = {key: 2 * value if key.endswith(".alpha") else value for key, value in written.items()}
     if not kohya:  # the names that others write, without alpha
         places = {s.key.replace(".", "_"): s.key for s in sources(module.config).values()}
         written = {
@@ -226,26 +227,29 @@ def test_adapters_load_onto_the_weights(module, tmp_path, kohya):
 
 
 def test_adapters_that_do_not_fit_say_so(module, tmp_path):
-    written = lora_to_comfyui(adapters_of(module, "to_q"), module.config, 1.0)
+    written = lora_to_comfyui(adapters_of(module, "to_q"), module.config)
     path = tmp_path / "lora.safetensors"
 
     def loading(changed: dict[str, torch.Tensor]) -> str:
         save_file(changed, path)
         before = {key: value.clone() for key, value in module.state_dict().items()}
-        with pytest.raises(ValueError, match="is a LoRA of another architecture") as caught:
+        with pytest.raises(ValueError, match="cannot be put onto this model: ") as caught:
             load_weights(module, path)
         assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
         return str(caught.value)
 
     name = "lora_unet_double_blocks_0_img_attn_qkv"
     elsewhere = {key.replace("blocks_0", "blocks_7"): value for key, value in written.items()}
-    assert "no layer 'lora_unet_double_blocks_7_img_attn_qkv'" in loading(elsewhere)
-    assert "double_blocks.0.img_attn.qkv has A (3, 32) and B (97, 3)" in loading(
+    assert (
+        "6 of 9 keys are of 2 unknown layers, 3 keys are of known ones: lora_unet_double_blocks_7"
+        in loading(elsewhere)
+    )
+    assert f"{name} (A (3, 32), B (97, 3) on (96, 32))" in loading(
         written | {f"{name}.lora_up.weight": torch.zeros(97, 3)}
     )
-    assert "to_q is (32, 32) here, not (32, 31)" in loading(
+    assert f"{name} (A (3, 31), B (96, 3) on (96, 32))" in loading(
         written | {f"{name}.lora_down.weight": torch.zeros(3, 31)}
     )
     del (lone := dict(written))[f"{name}.lora_up.weight"]
-    assert f"{name}: one of the two matrices A and B is missing" in loading(lone)
-    assert "no part of a LoRA" in loading(written | {f"{name}.diff": torch.zeros(1)})
+    assert f"without one of the two matrices A and B: {name} (only A and alpha)" in loading(lone)
+    assert "whole differences of weights" in loading(written | {f"{name}.diff": torch.zeros(1)})

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from g2rpo.doctor import Row
 from g2rpo.models.layout import to_original
 from g2rpo.models.lora_layout import lora_to_comfyui
+from g2rpo.models.reading import read_header
 from g2rpo.models.tiny import tiny_folder
-from g2rpo.verify import _diffusers_shapes, _original_shapes, read_header, verify
+from g2rpo.verify import _diffusers_shapes, _original_shapes, verify
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FLUX = {"guidance_embeds": True}
@@ -269,7 +270,7 @@ def lora(sound: Path, *, comfyui: bool) -> dict[str, torch.Tensor]:
             state[f"transformer.{layer}.lora_A.weight"] = torch.ones(2, value.shape[1])
             state[f"transformer.{layer}.lora_B.weight"] = torch.ones(value.shape[0], 2)
     config = json.loads((sound / "transformer" / "config.json").read_text())
-    return lora_to_comfyui(state, config, 1.0) if comfyui else state
+    return lora_to_comfyui(state, config) if comfyui else state
 
 
 @pytest.mark.parametrize("comfyui", [False, True])
@@ -286,7 +287,8 @@ def test_adapters_are_compared(sound, tmp_path, comfyui):
     layer = key.rsplit(".lora_", 1)[0]
     save_file(state | {key: torch.ones(2, 31)}, path)
     row = only_problem(verify(path, base=str(sound)))
-    assert row.found.startswith(f"1 shapes that do not fit: {layer} (A (2, 31), B ")
+    wrong = "pairs of A and B with different ranks" if comfyui else "shapes that do not fit"
+    assert row.found.startswith(f"1 {wrong}: {layer} (A (2, 31), B ")
     save_file(state | {key: torch.ones(1, 32)}, path)
     assert f"{layer} (A (1, 32), B " in only_problem(verify(path, base=str(sound))).found
     save_file({name: value for name, value in state.items() if name != key}, path)
@@ -297,7 +299,10 @@ def test_adapters_are_compared(sound, tmp_path, comfyui):
     }
     save_file(state | strange, path)
     row = only_problem(verify(path, base=str(sound)))
-    assert row.found.startswith("5 unknown layers: transformer.blocks.0.fc, ") and row.found.endswith(", …")
+    assert (
+        f"10 of {len(state) + 10} keys are of 5 unknown layers, {len(state)} keys are of known" in row.found
+    )
+    assert "transformer.blocks.0.fc, " in row.found and row.found.endswith(" and 2 more")
 
 
 def test_the_shipped_adapters_pass():

@@ -29,6 +29,11 @@ def local_folder(name: str | Path) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = _hub_snapshot(str(name))
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
+            "adapters with diffusers' save_lora_weights, and give that file with its base model"
+        )
     if not (folder / "model_index.json").is_file():
         raise ValueError(
             f"{folder} holds no model_index.json; a model is a folder in diffusers layout "

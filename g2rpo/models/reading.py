@@ -5,6 +5,8 @@ A process holds one tensor of a file at a time, or its rows alone where the netw
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from g2rpo.distributed import local
 from g2rpo.models.files import read_json
 from g2rpo.models.layout import Source
+
+Header = dict[str, tuple[str, tuple[int, ...]]]
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Dtypes of a network's weights, as safetensors names them."""
 
 Places = Mapping[str, tuple[Path, Source]]
 """Parameter name -> the file that holds it, and its rows there."""
@@ -40,19 +47,63 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return dict.fromkeys(header(folder / name), folder / name)
 
 
-def header(path: Path) -> dict[str, Tensor]:
-    """Key -> a tensor of that shape without storage.
+def read_header(path: Path) -> Header:
+    """Key -> (dtype as safetensors names it, shape) of a whole, sound file; no tensor is read.
 
     Raises:
-        ValueError: a damaged file.
+        ValueError: the file is damaged, is something else, or cannot be read; the message says which.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="np") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 (no dict)
+        with safe_open(path, framework="np") as file:  # torch would claim the memory of it all
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
+            return {key: (str(one.get_dtype()), tuple(one.get_shape())) for key, one in slices.items()}
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch it again") from error
+        raise ValueError(f"{path} {_cause_of_damage(path, error)}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _cause_of_damage(path: Path, error: Exception) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(512)
+    if head.startswith(b"version http"):
+        return "is a git-lfs pointer: `git lfs pull` fetches the file"
+    if head.startswith(b"PK\x03\x04"):
+        return "is damaged (a zip archive, as PyTorch's .pt files are, and not safetensors)"
+    if head.lstrip().startswith(b"<"):
+        return "is damaged (a web page: is a login needed to fetch the file?)"
+    if (declared := _declared_bytes(path)) is not None and declared > size:
+        return f"is damaged (cut off: {size:,} of {declared:,} bytes)"
+    return f"is damaged ({error})"
+
+
+def _declared_bytes(path: Path) -> int | None:
+    """Size that a safetensors file should have by its own header; None: the header is not whole."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > path.stat().st_size:
+            return None
+        try:
+            entries = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+            return 8 + length + max(ends, default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return None
+
+
+def header(path: Path) -> dict[str, Tensor]:
+    """Key -> a tensor of that shape without storage.
+
+    Raises:
+        ValueError: as `read_header`.
+    """
+    try:
+        shapes = {key: shape for key, (_, shape) in read_header(path).items()}
+    except ValueError as error:
+        raise ValueError(f"{error}; fetch it again") from error
     return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
 
 
@@ -87,11 +138,48 @@ def read_weights(module: nn.Module, files: Mapping[str, Path], where: Path) -> N
     copy_rows(module, {name: (path, Source(name)) for name, path in files.items()})
 
 
+def check_dtypes(places: Places) -> None:
+    """Whether the tensors at `places` hold floating-point numbers, from the headers of their files.
+
+    Raises:
+        ValueError: integers, booleans, complex numbers or packed formats.
+    """
+    found = {path: read_header(path) for path in dict.fromkeys(path for path, _ in places.values())}
+    wrong = sorted(
+        {
+            f"{source.key} is {found[path][source.key][0]} in {path}"
+            for path, source in places.values()
+            if found[path][source.key][0] not in FLOATS
+        }
+    )
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} tensors hold no floating-point numbers: {'; '.join(wrong[:3])}; allowed are "
+            f"{', '.join(FLOATS)}: g2rpo reads no quantised weights, take the file before quantisation"
+        )
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return all(map(math.isfinite, value_range(tensor))) if tensor.numel() else True
+
+
+def value_range(tensor: Tensor) -> tuple[float, float]:
+    """Smallest and largest element, both NaN if one is NaN; one pass, without a copy but for float8."""
+    low, high = torch.aminmax(tensor if tensor.dtype.itemsize > 1 else tensor.float())
+    return float(low), float(high)
+
+
 @torch.no_grad()
 def copy_rows(module: nn.Module, places: Places) -> None:
-    """Copies what this process holds of each parameter; names and shapes are right (`differences`)."""
+    """Copies what this process holds of each parameter; names and shapes are right (`differences`).
+
+    Raises:
+        ValueError: a tensor with NaN or infinite values, or no floating-point numbers.
+    """
     from safetensors import safe_open
 
+    check_dtypes(places)
     parameters = dict(module.named_parameters())
     for path in dict.fromkeys(path for path, _ in places.values()):
         with safe_open(path, framework="pt") as file:
@@ -99,7 +187,15 @@ def copy_rows(module: nn.Module, places: Places) -> None:
                 first, last = local_rows(parameters[name])
                 if held_by == path and first < last:
                     stored: Any = file.get_slice(source.key)
-                    local(parameters[name]).copy_(source.read(stored, first, last))
+                    rows = source.read(stored, first, last)
+                    parameter = local(parameters[name])
+                    parameter.copy_(rows)
+                    # On the device it is free; float8 has neither infinities nor this reduction.
+                    if not all_finite(parameter if parameter.dtype.itemsize > 1 else rows):
+                        raise ValueError(
+                            f"{path}: {source.key} has NaN or infinite values; weights must be finite: "
+                            "fetch the file again, or take an earlier checkpoint of it"
+                        )
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from g2rpo.distributed import rank
 from g2rpo.models.layout import Source, is_original, original_prefix, sources, to_diffusers
-from g2rpo.models.lora_layout import is_comfyui_lora, is_lora, lora_from_comfyui
-from g2rpo.models.reading import Places, copy_rows, differences, header, headers, weight_files
+from g2rpo.models.lora_checks import check_lora, linear_shapes, read_lora
+from g2rpo.models.lora_keys import is_lora
+from g2rpo.models.reading import (
+    Places,
+    all_finite,
+    check_dtypes,
+    copy_rows,
+    differences,
+    header,
+    headers,
+    weight_files,
+)
+
+LOG = logging.getLogger(__name__)
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 COMFYUI_LORA_FILE = "comfyui_lora.safetensors"
@@ -97,36 +111,41 @@ def load_weights(module: Any, path: Path) -> bool:
     float32; of a transformer a sharded module reads its rows alone.
 
     Raises:
-        ValueError: nothing of these, or weights of another architecture.
+        ValueError: nothing of these, weights of another architecture, or values that are not finite.
     """
     places = _places(module, path)
     if places is not None:
         copy_rows(module, places)
         return False
-    from safetensors.torch import load_file
-
-    path = weight_file(path) or path
-    state = load_file(path)
-    if is_comfyui_lora(state):
-        _add_comfyui_lora(module, path, state)
-    else:
-        _fuse_lora(module, path, state)
+    _add_lora_file(module, weight_file(path) or path)
     return True
 
 
 def check_weights(module: Any, path: Path) -> bool:
-    """Whether a LoRA is at `path` (as `load_weights` takes it), from headers alone; `module` may be on meta.
+    """Whether a LoRA is at `path` (as `load_weights` takes it); `module` may be on the meta device.
+
+    Of a transformer the headers are read, of a LoRA the values too.
 
     Raises:
-        ValueError: as `load_weights`, but for a LoRA's layers, which that one compares.
+        ValueError: as `load_weights`, but for a transformer's values, which that one checks while it copies.
     """
-    return _places(module, path) is None
+    places = _places(module, path)
+    if places is not None:
+        try:
+            check_dtypes(places)
+        except ValueError as error:
+            raise ValueError(f"{path} does not fit this model: {error}") from error
+        return False
+    check_lora(weight_file(path) or path, linear_shapes(module), module.config)
+    return True
 
 
 def _places(module: Any, path: Path) -> Places | None:
     """Where each parameter's rows are among the weights at `path`; None: those are a LoRA."""
     files = _files(path)
     given = headers(files)
+    if not given:
+        raise ValueError(f"{path} is empty: it has no tensors; fetch or export it again")
     if is_lora(given):
         return None
     places = {name: (file, Source(name)) for name, file in files.items()}
@@ -151,6 +170,11 @@ def _files(path: Path) -> dict[str, Path]:
     path = weight_file(path) or path
     if path.is_dir():
         folder = path / "transformer" if (path / "transformer").is_dir() else path
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
+                f"adapters with diffusers' save_lora_adapter or save_lora_weights as {LORA_FILE}"
+            )
         if not (folder / "config.json").is_file():
             raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
         return weight_files(folder)
@@ -169,29 +193,20 @@ def weight_file(folder: Path) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _fuse_lora(module: Any, path: Path, state: dict[str, torch.Tensor]) -> None:
-    prefix = "transformer" if any(key.startswith("transformer.") for key in state) else None
-    targets = {name for name, _ in module.named_modules()}
-    names = {key.removeprefix("transformer.").split(".lora_")[0] for key in state}
-    unknown = sorted(names - targets)
-    if unknown:
-        raise ValueError(f"{path} is a LoRA of another architecture: no layer {unknown[0]!r} in this model")
-    # From the file, not from `state`: the scale alpha / rank stands in its metadata.
-    module.load_lora_adapter(path.parent, weight_name=path.name, prefix=prefix, adapter_name="given")
-    module.fuse_lora()
-    module.unload_lora()
-
-
 @torch.no_grad()
-def _add_comfyui_lora(module: Any, path: Path, state: dict[str, torch.Tensor]) -> None:
-    try:
-        layers = lora_from_comfyui(state, module.config)
-    except ValueError as error:
-        raise ValueError(f"{path} is a LoRA of another architecture: {error}") from error
-    for name, (down, up, _) in layers.items():
-        shape = (up.shape[0], down.shape[1])
-        if (own := tuple(module.get_submodule(name).weight.shape)) != shape:
-            raise ValueError(f"{path} is a LoRA of another architecture: {name} is {own} here, not {shape}")
-    for name, (down, up, scale) in layers.items():
+def _add_lora_file(module: Any, path: Path) -> None:
+    """Adds scale B A of each layer into its weight, in float32 or better."""
+    adapters, note = read_lora(path, linear_shapes(module), module.config)
+    for name, (down, up, scale) in adapters.items():
         weight = module.get_submodule(name).weight
-        weight += scale * (up.to(weight.device).float() @ down.to(weight.device).float()).to(weight.dtype)
+        precise = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
+        change = (up.to(**precise) @ down.to(**precise)) * scale
+        if not all_finite(change):
+            raise ValueError(
+                f"{path}: the product of A, B and alpha / rank of {name} is not finite (largest values "
+                f"{float(down.abs().max()):.3g} and {float(up.abs().max()):.3g}, scale {scale:g}); "
+                "take adapters of a training that did not break"
+            )
+        weight += change.to(weight.dtype)
+    if note and not rank():
+        LOG.warning("%s: %s", path, note)
