@@ -8,10 +8,10 @@ import pytest
 import torch
 from processes import run_command, run_processes
 
-from g2rpo.checkpoint import latest_checkpoint
 from g2rpo.config import load_settings
 from g2rpo.metrics import read_metrics
 from g2rpo.pictures import save_png
+from g2rpo.pointers import latest_checkpoint
 from g2rpo.trainer import train
 
 SCORE = "def score(images, prompts, metadata=None):\n    return images.mean((1, 2, 3))\n"
