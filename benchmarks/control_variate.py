@@ -22,11 +22,11 @@ from typing import Any
 from signal_arms import controlled, controlled_nfe
 from torch import Tensor
 
-from g2rpo.algorithms import Algorithm
-from g2rpo.arms import Arm
-from g2rpo.compare import compare
-from g2rpo.explore import Samples
-from g2rpo.rollout import Rollout
+from g2rpo.algorithms.base import Algorithm
+from g2rpo.comparison.arms import Arm
+from g2rpo.comparison.compare import compare
+from g2rpo.rollouts.explore import Samples
+from g2rpo.rollouts.score import Rollout
 
 FINE = "G2RPO_BENCHMARK_FINE"  # read in the processes that train
 
@@ -47,7 +47,7 @@ def advantages_of(
 
 def train_with_it() -> None:
     """In each process, before it trains."""
-    from g2rpo import trainer
+    from g2rpo.training import trainer
 
     plain = trainer.sample
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms import g2rpo
-from g2rpo.explore import Samples, sample
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.prompts import read_prompts
-from g2rpo.rewards import load_rewards
-from g2rpo.rollout import Rollout, score
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.update import advantages_of
+from g2rpo.algorithms.base import g2rpo
+from g2rpo.data.prompts import read_prompts
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.rewards.registry import load_rewards
+from g2rpo.rollouts.explore import Samples, sample
+from g2rpo.rollouts.score import Rollout, score
+from g2rpo.training.update import advantages_of
 
 REWARDS = ("tiny_preference", "tiny_clip", "verifier")
 

@@ -31,8 +31,8 @@ from rollout_vs_released import matmul_ceiling, num_graphs, wait
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.models.shape import flux_shape
+from g2rpo.models.flux.shape import flux_shape
+from g2rpo.models.registry import load_policy, resolve_device
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},

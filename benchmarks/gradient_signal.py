@@ -41,19 +41,19 @@ from signal_tables import show
 from signal_to_noise import cosine, cosine_error, error, inner, jackknife, snr, snr_without
 from torch import Tensor
 
-from g2rpo.algorithms import Algorithm
-from g2rpo.distributed import keyed_noise
-from g2rpo.explore import Anchor, CountedPolicy, grow, walk_anchor
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.noise import group_noise, orthogonal
-from g2rpo.plans import Plan, Singular
-from g2rpo.policy import Conditioning
-from g2rpo.prompts import read_prompts
-from g2rpo.rewards import load_rewards
-from g2rpo.rollout import Rollout, score
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.update import advantages_of, rows_of, update
+from g2rpo.algorithms.base import Algorithm
+from g2rpo.data.prompts import read_prompts
+from g2rpo.flow.group_noise import group_noise, orthogonal
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Conditioning
+from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.rewards.registry import load_rewards
+from g2rpo.rollouts.explore import Anchor, CountedPolicy, grow, walk_anchor
+from g2rpo.rollouts.plan import Plan, Singular
+from g2rpo.rollouts.score import Rollout, score
+from g2rpo.runtime.processes import keyed_noise
+from g2rpo.training.update import advantages_of, rows_of, update
 
 REWARDS = ("tiny_preference", "tiny_clip")
 WEIGHTS = ([1.0, 0.0], [0.0, 1.0])  # each reward by itself

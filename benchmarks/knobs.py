@@ -18,7 +18,7 @@ from pathlib import Path
 
 from search import run
 
-from g2rpo.prompts import read_prompts
+from g2rpo.data.prompts import read_prompts
 
 STRICT = {"rewards": "{verifier_strict=1.0}", "eval_rewards": "[]", "prompts": "16.txt"}
 """All or nothing, on 16 prompts: many of its groups are all right or all wrong."""
@@ -43,8 +43,8 @@ ARMS: dict[str, dict[str, str]] = {
 
 def forwards(recipe: str, overrides: dict[str, str]) -> tuple[float, int]:
     """Of an iteration, and the iterations that the settings ask for."""
-    from g2rpo.config import load_settings
-    from g2rpo.costs import plan_costs
+    from g2rpo.config.load import load_settings
+    from g2rpo.costs.costs import plan_costs
 
     settings = load_settings(recipe, [f"{key}={value}" for key, value in overrides.items()])
     return plan_costs(settings).forwards["total"], settings.iterations

@@ -15,8 +15,8 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from g2rpo.curves import AXES, Curve, common_end, curves_of, stat
-from g2rpo.metrics import read_metrics
+from g2rpo.comparison.curves import AXES, Curve, common_end, curves_of, stat
+from g2rpo.run.metrics import read_metrics
 
 Runs = Mapping[int, Mapping[str, Curve]]
 

@@ -14,8 +14,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from g2rpo.curves import AXES, Curve, common_end, curves_of, stat
-from g2rpo.metrics import read_metrics
+from g2rpo.comparison.curves import AXES, Curve, common_end, curves_of, stat
+from g2rpo.run.metrics import read_metrics
 
 
 def cell(values: list[float]) -> str:

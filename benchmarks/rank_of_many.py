@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import g2rpo.distributed
-from g2rpo.config import load_settings
-from g2rpo.models import resolve_device
+import g2rpo.runtime.processes
+from g2rpo.config.load import load_settings
+from g2rpo.models.registry import resolve_device
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.memory * 1e9 / whole)
     pretend(given.processes)
-    from g2rpo.trainer import Trainer
+    from g2rpo.training.trainer import Trainer
 
     Trainer.save = Trainer._watch = lambda self, *_, **__: None
     Trainer(settings).run()
@@ -59,7 +59,7 @@ def pretend(processes: int) -> None:
     dist.all_gather_into_tensor = all_gather
     dist.reduce_scatter_tensor = reduce_scatter
     for module in [m for name, m in list(sys.modules.items()) if name.startswith("g2rpo")]:
-        if getattr(module, "gathered", None) is g2rpo.distributed.gathered:
+        if getattr(module, "gathered", None) is g2rpo.runtime.processes.gathered:
             module.gathered = lambda value: [value] * processes
 
 

@@ -30,8 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.algorithms import g2rpo
-from g2rpo.distributed import (
+from g2rpo.algorithms.base import g2rpo
+from g2rpo.flow.schedule import shifted_sigmas, tail
+from g2rpo.flow.sde import transition
+from g2rpo.models.flux.shape import flux_shape
+from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.rewards.registry import load_rewards
+from g2rpo.rollouts.explore import Samples, sample
+from g2rpo.rollouts.score import score
+from g2rpo.runtime.processes import (
     barrier,
     end_processes,
     gathered,
@@ -40,14 +47,7 @@ from g2rpo.distributed import (
     start_processes,
     world_size,
 )
-from g2rpo.explore import Samples, sample
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.models.shape import flux_shape
-from g2rpo.rewards import load_rewards
-from g2rpo.rollout import score
-from g2rpo.schedule import shifted_sigmas, tail
-from g2rpo.sde import transition
-from g2rpo.stopwatch import Stopwatch
+from g2rpo.runtime.timing import Stopwatch
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE = 16, 3.0, 0.7, 3.5
 PAPER_PROMPTS = 16 * 300  # prompts of the paper's run: 16 GPUs, 300 iterations

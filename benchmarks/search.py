@@ -36,8 +36,8 @@ def combinations(overrides: list[str]) -> list[dict[str, str]]:
 def run(recipe: str, overrides: dict[str, str], seed: int, out: str, threads: int) -> list[dict]:
     import torch
 
-    from g2rpo.config import load_settings
-    from g2rpo.trainer import train
+    from g2rpo.config.load import load_settings
+    from g2rpo.training.trainer import train
 
     torch.set_num_threads(threads)
     done = Path(out) / "changes.json"

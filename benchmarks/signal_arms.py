@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.algorithms import Algorithm, dance_grpo, g2rpo, g2rpo_single, mix_grpo
-from g2rpo.plans import Plan
-from g2rpo.rollout import Rollout
-from g2rpo.update import advantages_of
+from g2rpo.algorithms.base import Algorithm, dance_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.rollouts.plan import Plan
+from g2rpo.rollouts.score import Rollout
+from g2rpo.training.update import advantages_of
 
 T, STEPS = 8, 4
 PLAIN, REFERENCE = "singular {1}", "reference"

@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from g2rpo.config import read_settings
-from g2rpo.metrics import read_metrics
+from g2rpo.config.load import read_settings
+from g2rpo.run.metrics import read_metrics
 
 SUMS = ("nfe", "nfe_update", "seconds")
 RATES = ("reward", "eval", "advantage_clipped", "granularity_rank", "clip_fraction", "grad_norm", "kl")

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from g2rpo.curves import stat
+from g2rpo.comparison.curves import stat
 
 
 def gain(differences: list[dict[str, Any]]) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from g2rpo.models.flux import FluxPolicy
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Conditioning
 from g2rpo.models.tiny import tiny_folder
-from g2rpo.policy import Conditioning
-from g2rpo.rewards import load_rewards
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.rewards.registry import load_rewards
 
 PROMPT = "two red circles above a blue star on a white background"
 NUM_STEPS = 16

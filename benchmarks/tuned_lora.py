@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from g2rpo.before_after import changes_of, markdown
+from g2rpo.data.prompts import read_prompts
+from g2rpo.evaluation.before_after import changes_of, markdown
+from g2rpo.inference.open import open_policy
+from g2rpo.inference.sample import sample_images
+from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.tiny import assets
-from g2rpo.models.weights import LORA_FILE
-from g2rpo.prompts import read_prompts
-from g2rpo.rewards import load_rewards
-from g2rpo.sample import sample_images
-from g2rpo.saved import open_policy
+from g2rpo.rewards.registry import load_rewards
 
 NAMES = ("tiny_preference", "tiny_clip", "verifier", "verifier_strict")
 

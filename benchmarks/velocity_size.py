@@ -11,10 +11,10 @@ import argparse
 
 import torch
 
-from g2rpo.distributed import keyed_noise
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.prompts import read_prompts
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.data.prompts import read_prompts
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.runtime.processes import keyed_noise
 
 
 @torch.no_grad()

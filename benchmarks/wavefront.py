@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.distributed import keyed_noise
-from g2rpo.explore import sample
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.plans import Singular
-from g2rpo.policy import Policy
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.sde import transition
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.sde import transition
+from g2rpo.models.policy import Policy
+from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.plan import Singular
+from g2rpo.runtime.processes import keyed_noise
 
 PROMPT, NUM_STEPS, ETA = "two red circles above a blue star", 16, 0.7
 

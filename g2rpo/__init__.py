@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from g2rpo.costs import Costs
-    from g2rpo.evaluation import Evaluated
-    from g2rpo.run import Run
+    from g2rpo.costs.costs import Costs
+    from g2rpo.evaluation.evaluate import Evaluated
+    from g2rpo.run.run import Run
 
 __version__ = "0.1.0"
 __all__ = ["evaluate", "plan", "train"]
@@ -27,13 +27,13 @@ def train(recipe: "str | Path | None" = None, **overrides: Any) -> "Run":
 
     Args:
         recipe: path of a recipe or name of a shipped one; None = the embedded model's.
-        overrides: settings on top of the recipe (g2rpo.config.Settings lists them).
+        overrides: settings on top of the recipe (g2rpo.config.load.Settings lists them).
 
     Raises:
         ValueError: settings that do not fit, before any model is loaded.
     """
-    from g2rpo.config import load_settings
-    from g2rpo.trainer import train
+    from g2rpo.config.load import load_settings
+    from g2rpo.training.trainer import train
 
     return train(load_settings(recipe, overrides))
 
@@ -58,8 +58,8 @@ def plan(
     Raises:
         ValueError: settings that do not fit, or a GPU that the table does not hold.
     """
-    from g2rpo.config import load_settings
-    from g2rpo.planning import plan_here
+    from g2rpo.config.load import load_settings
+    from g2rpo.costs.estimate import plan_here
 
     return plan_here(
         load_settings(recipe, overrides), num_processes=num_processes, gpu=gpu, memory_gb=memory_gb,
@@ -91,14 +91,14 @@ def evaluate(
         steps: numbers of denoising steps, each an evaluation of its own.
         guidance, resolution, precision: of all models; None: the first one's.
         labels: names of the models in tables. out: folder of tables and pictures.
-        drawing: num_images, seed, shift, base, device and batch of `g2rpo.lineup.Drawing`.
+        drawing: num_images, seed, shift, base, device and batch of `g2rpo.evaluation.lineup.Drawing`.
 
     Raises:
         ValueError: anything wrong with the arguments, before a model is loaded.
     """
-    from g2rpo.evaluation import evaluate as evaluate_models
-    from g2rpo.lineup import Drawing
-    from g2rpo.prompts import as_prompts, read_prompts
+    from g2rpo.data.prompts import as_prompts, read_prompts
+    from g2rpo.evaluation.evaluate import evaluate as evaluate_models
+    from g2rpo.evaluation.lineup import Drawing
 
     found = read_prompts(prompts)[0] if isinstance(prompts, str) else as_prompts(prompts)
     asked = {"guidance": guidance, "resolution": resolution, "precision": precision}

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo.config import load_settings
-from g2rpo.named import check_model
-from g2rpo.saved import check_weights, open_policy
-from g2rpo.verify import verify
+from g2rpo.config.load import load_settings
+from g2rpo.inference.names import check_model
+from g2rpo.inference.open import check_weights, open_policy
+from g2rpo.setup.verify import verify
 
 LAYER = "transformer_blocks.0.attn.to_q"
 KOHYA, GENERIC = "lora_unet_double_blocks_0_img_attn_proj", "diffusion_model.double_blocks.0.img_attn.proj"

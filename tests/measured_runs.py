@@ -2,7 +2,7 @@
 
 import json
 
-from g2rpo.config import load_settings
+from g2rpo.config.load import load_settings
 
 
 def lines(values, nfe=10, seconds=2.0, evals=(), nfe_update=30):

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from g2rpo.distributed import keyed_noise
-from g2rpo.plans import Branch, Plan
-from g2rpo.policy import Policy
+from g2rpo.models.policy import Policy
+from g2rpo.rollouts.plan import Branch, Plan
+from g2rpo.runtime.processes import keyed_noise
 
 
 @dataclass

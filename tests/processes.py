@@ -15,7 +15,7 @@ from pathlib import Path
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "g2rpo.trainer",
+        "g2rpo.training.trainer",
         "g2rpo.__main__",
         "diffusers.models.transformers.transformer_flux",
         "diffusers.models.autoencoders.autoencoder_kl",
@@ -62,8 +62,8 @@ def train_as(recipe: str, *changes: str) -> None:
     """`train` with the overrides of a command line."""
     import torch
 
-    from g2rpo.config import load_settings
-    from g2rpo.trainer import train
+    from g2rpo.config.load import load_settings
+    from g2rpo.training.trainer import train
 
     torch.compile = lambda function, **options: function  # torchao's step; compiling needs a C++ compiler
     train(load_settings(recipe, list(changes)))

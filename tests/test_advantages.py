@@ -5,8 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from g2rpo.advantages import group_advantages, pooled_std
-from g2rpo.distributed import keyed_generator
+from g2rpo.objectives.advantages import group_advantages, pooled_std
+from g2rpo.runtime.processes import keyed_generator
 
 
 def scores(*shape: int, key: int = 0) -> torch.Tensor:

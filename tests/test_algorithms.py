@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.algorithms import PRESETS, coarse_tails, dance_grpo, flow_grpo, g2rpo, g2rpo_single, mix_grpo
-from g2rpo.plans import EveryStep, Singular, Window
+from g2rpo.algorithms.base import PRESETS, coarse_tails, dance_grpo, flow_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.rollouts.plan import EveryStep, Singular, Window
 
 COMMON = {
     *("num_steps", "shift", "eta", "diffusion", "clip_range"),

@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from test_export import make_run, velocity
 from torch.distributed.tensor import DTensor
 
-from g2rpo.config import load_settings
-from g2rpo.distributed import end_processes, sharding_mesh, start_processes, whole
-from g2rpo.export import export_run
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.layout import to_original
-from g2rpo.models.weights import LORA_FILE
-from g2rpo.saved import check_weights, open_policy, policy_of
-from g2rpo.settings import Settings
-from g2rpo.trainer import train
+from g2rpo.config.load import load_settings
+from g2rpo.config.settings import Settings
+from g2rpo.exporters.export import export_run
+from g2rpo.inference.open import check_weights, open_policy, policy_of
+from g2rpo.models.flux.layout import to_original
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.flux.weights import LORA_FILE
+from g2rpo.runtime.processes import end_processes, sharding_mesh, start_processes, whole
+from g2rpo.training.trainer import train
 
 CPU = torch.device("cpu")
 SMALL = ["rewards={colourfulness=1.0}", "prompts=world:demo", "num_sample_prompts=1", "num_steps=4",
@@ -167,7 +167,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(base, files, tmp
         "other columns": (state | {key: torch.zeros(96, 31)}, r"has shape \(32, 31\), not \(32, 32\)"),
     }
     for part in ("load_rewards", "embed_missing", "policy_of"):
-        monkeypatch.setattr(f"g2rpo.trainer.{part}", lambda *_, **__: pytest.fail("loaded something"))
+        monkeypatch.setattr(
+            f"g2rpo.training.trainer.{part}", lambda *_, **__: pytest.fail("loaded something")
+        )
     words = [*SMALL, f"model={base}", f"out={tmp_path / 'run'}", f"cache={tmp_path / 'cache'}"]
     for name, (given, said) in cases.items():
         save_file(given, file := tmp_path / f"{name}.safetensors")

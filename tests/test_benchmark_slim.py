@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.config import load_settings, read_settings
-from g2rpo.metrics import read_metrics
+from g2rpo.config.load import load_settings, read_settings
+from g2rpo.run.metrics import read_metrics
 
 
 def load():

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import g2rpo
 from g2rpo.__main__ import app
-from g2rpo.best import best_checkpoint, is_best, kept_best, mark_best
-from g2rpo.config import load_settings
-from g2rpo.export import export_run
-from g2rpo.named import check_model, labels_of, model_state
-from g2rpo.pointers import latest_checkpoint
-from g2rpo.saved import open_run
+from g2rpo.config.load import load_settings
+from g2rpo.exporters.export import export_run
+from g2rpo.inference.names import check_model, labels_of, model_state
+from g2rpo.inference.open import open_run
+from g2rpo.run.best import best_checkpoint, is_best, kept_best, mark_best
+from g2rpo.run.folder import latest_checkpoint
 
 RUN = SMALL | {
     "prompts_per_iteration": 1, "granularities": [1], "eval_every": 1, "eval_prompts": "world:heldout",
@@ -254,6 +254,6 @@ def test_a_checkpoint_that_goes_while_it_is_read(train, monkeypatch):
         shutil.rmtree(checkpoint)
         raise AssertionError("metadata is None")
 
-    monkeypatch.setattr("g2rpo.saved.load_checkpoint", gone)
+    monkeypatch.setattr("g2rpo.inference.open.load_checkpoint", gone)
     with pytest.raises(ValueError, match=r"step_000001 changed while it was read .*; try again"):
         open_run(done.out / "best")

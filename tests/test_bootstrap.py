@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from g2rpo.bootstrap import difference_of, interval, mean_of, prompt_means
+from g2rpo.evaluation.stats import difference_of, interval, mean_of, prompt_means
 
 NAN = math.nan
 
@@ -62,7 +62,7 @@ def test_the_interval_is_the_middle_of_the_resampled_means():
 def test_intervals_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
     values = np.random.default_rng(0).normal(size=7)
     whole = interval(values, resamples=1000)
-    monkeypatch.setattr("g2rpo.bootstrap._DRAWN_AT_ONCE", 7 * 64)
+    monkeypatch.setattr("g2rpo.evaluation.stats._DRAWN_AT_ONCE", 7 * 64)
     assert interval(values, resamples=1000) == whole
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import g2rpo
-from g2rpo.checkpoint import check_room, load_checkpoint, save_checkpoint
-from g2rpo.distributed import seed_everything
-from g2rpo.pointers import latest_checkpoint, read_state
+from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
+from g2rpo.run.folder import latest_checkpoint, read_state
+from g2rpo.runtime.processes import seed_everything
 
 
 class Run:
@@ -280,7 +280,9 @@ def test_a_full_disk_is_noticed_before_the_write(tmp_path, monkeypatch):
 def test_a_full_disk_is_noticed_before_the_loop(tmp_path, monkeypatch):
     small = {"prompts": "world:demo", "iterations": 1, "rewards": {"tiny_clip": 1.0}, "device": "cpu"}
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000_000})())
-    monkeypatch.setattr("g2rpo.trainer.MetricsWriter", lambda *args, **options: pytest.fail("began to watch"))
+    monkeypatch.setattr(
+        "g2rpo.training.trainer.MetricsWriter", lambda *args, **options: pytest.fail("began to watch")
+    )
     for averaged, needed in ((0.0, r"0\.06"), (0.9, r"0\.08")):  # 5.2 million weights, two moments, averages
         with pytest.raises(ValueError, match=rf"needs {needed} GB and {tmp_path} has 0\.10 GB free"):
             g2rpo.train(

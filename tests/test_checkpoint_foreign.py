@@ -13,9 +13,9 @@ from test_checkpoint import Run, same
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import g2rpo
-from g2rpo.checkpoint import load_checkpoint, save_checkpoint
-from g2rpo.checkpoint_index import read_index, read_tensors
-from g2rpo.pointers import damage, latest_checkpoint
+from g2rpo.run.checkpoint import load_checkpoint, save_checkpoint
+from g2rpo.run.checkpoint_index import read_index, read_tensors
+from g2rpo.run.folder import damage, latest_checkpoint
 
 EARLIER = Path(__file__).parent / "data" / "checkpoint_a3a5320"
 """Written at commit a3a5320 by `save_checkpoint(…, 3, Run().state())` after three steps of training."""

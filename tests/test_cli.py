@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from processes import run_command
 
-from g2rpo.console import positive_number, recipe_and_overrides, show
-from g2rpo.metrics import read_metrics
-from g2rpo.pictures import from_pil, read_png_text
-from g2rpo.rewards import REWARDS
+from g2rpo.cli.console import positive_number, recipe_and_overrides, show
+from g2rpo.inference.images import from_pil, read_png_text
+from g2rpo.rewards.registry import REWARDS
+from g2rpo.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = (

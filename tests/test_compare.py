@@ -12,12 +12,12 @@ from processes import FORKS, run_command
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
-from g2rpo.arms import read_arms, read_runs, read_seeds
-from g2rpo.compare import Comparison, compare, measured, report
-from g2rpo.compare_page import write_curves
-from g2rpo.compare_tables import reach_table, value_table
-from g2rpo.metrics import read_metrics
-from g2rpo.pointers import latest_checkpoint
+from g2rpo.comparison.arms import read_arms, read_runs, read_seeds
+from g2rpo.comparison.compare import Comparison, compare, measured, report
+from g2rpo.comparison.page import write_curves
+from g2rpo.comparison.tables import reach_table, value_table
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.metrics import read_metrics
 
 # Words.
 
@@ -189,7 +189,7 @@ def test_runs_that_are_there(tmp_path):
 
 def test_where_every_run_failed_their_reasons_are_told(tmp_path, monkeypatch):
     ended = SimpleNamespace(failed={"a, seed 0": "signal SIGKILL"}, interrupted=False)
-    monkeypatch.setattr("g2rpo.compare.train_side_by_side", lambda *given: ended)
+    monkeypatch.setattr("g2rpo.comparison.compare.train_side_by_side", lambda *given: ended)
     words = ["compare", "--arm", "a=tiny", "--seeds", "0", "--out", str(tmp_path / "out")]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in told.output
@@ -226,7 +226,7 @@ def test_exit_codes(tmp_path, monkeypatch):
         return CliRunner().invoke(app, ["compare", "tiny", "--out", str(tmp_path / "out"), *words])
 
     ended = Comparison(tmp_path, {"a, seed 0": "signal SIGKILL"}, False)
-    monkeypatch.setattr("g2rpo.compare.compare", lambda *given, **options: ended)
+    monkeypatch.setattr("g2rpo.comparison.compare.compare", lambda *given, **options: ended)
     failed = call()
     assert failed.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in failed.output
     ended = Comparison(tmp_path, {}, True)

@@ -7,7 +7,7 @@ from measured_runs import lines, write_run
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
-from g2rpo.compare import compare
+from g2rpo.comparison.compare import compare
 
 
 def test_runs_that_were_judged_in_different_ways(tmp_path):

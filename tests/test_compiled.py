@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from g2rpo.models.flux import FluxPolicy
+from g2rpo.models.flux.policy import FluxPolicy
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from random_flux import save_random_flux
 
-from g2rpo.conditioning import EmbeddingCache
-from g2rpo.models.flux import FluxPolicy
+from g2rpo.data.embeddings import EmbeddingCache
+from g2rpo.models.flux.policy import FluxPolicy
 
 PROMPTS = ["a red circle", "two blue stars above a green square", "a red circle", "日本語 and “quotes”"]
 
@@ -45,7 +45,7 @@ def test_why_rows_are_stored_padded(policy):
 
 
 def test_interrupted_and_continued(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr("g2rpo.conditioning.SHARD_PROMPTS", 2)
+    monkeypatch.setattr("g2rpo.data.embeddings.SHARD_PROMPTS", 2)
     prompts = [f"{colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square")]
     written = []
 

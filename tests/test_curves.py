@@ -5,9 +5,9 @@ import math
 import pytest
 from measured_runs import lines
 
-from g2rpo.compare_page import meaning
-from g2rpo.compare_tables import amount, pairs
-from g2rpo.curves import AXES, band, common_end, curves_of, paired, reach, smoothed, stat
+from g2rpo.comparison.curves import AXES, band, common_end, curves_of, paired, reach, smoothed, stat
+from g2rpo.comparison.page import meaning
+from g2rpo.comparison.tables import amount, pairs
 
 
 def curve(values, metric="reward/r", **how):

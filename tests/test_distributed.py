@@ -15,18 +15,18 @@ from random_flux import save_random_flux
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from g2rpo import conditioning
 from g2rpo.__main__ import app
-from g2rpo.best import best_checkpoint
-from g2rpo.config import load_settings
-from g2rpo.distributed import sharding_mesh
-from g2rpo.models import flux
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.random import RandomText
-from g2rpo.models.reading import read_weights, weight_files
-from g2rpo.optimizer import make_optimizer
-from g2rpo.pointers import damage, latest_checkpoint
-from g2rpo.trainer import train
+from g2rpo.config.load import load_settings
+from g2rpo.data import embeddings as conditioning
+from g2rpo.models.flux import policy as flux
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.flux.random import RandomText
+from g2rpo.models.loading.reading import read_weights, weight_files
+from g2rpo.run.best import best_checkpoint
+from g2rpo.run.folder import damage, latest_checkpoint
+from g2rpo.runtime.processes import sharding_mesh
+from g2rpo.training.optimizer import make_optimizer
+from g2rpo.training.trainer import train
 
 SETTINGS = [
     "iterations=3",
@@ -297,7 +297,7 @@ def test_weights_of_other_shapes_are_refused(tmp_path):
 
 def test_a_shard_size_must_divide(monkeypatch):
     assert sharding_mesh(torch.device("cpu")) is None
-    monkeypatch.setattr("g2rpo.distributed.world_size", lambda: 6)
+    monkeypatch.setattr("g2rpo.runtime.processes.world_size", lambda: 6)
     with pytest.raises(ValueError, match="shard_size=4 does not divide the 6 processes"):
         sharding_mesh(torch.device("cpu"), 4)
 

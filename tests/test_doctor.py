@@ -1,6 +1,6 @@
 import torch
 
-from g2rpo.doctor import report
+from g2rpo.setup.doctor import report
 
 
 def test_what_this_machine_has(tmp_path):

@@ -16,12 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
-from g2rpo.conditioning import EmbeddingCache
-from g2rpo.embed import cut_prompts, embed_run, run_prompts, text_encoders
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.text import FluxText
-from g2rpo.prompts import PromptStream, read_prompts
-from g2rpo.settings import Settings
+from g2rpo.config.settings import Settings
+from g2rpo.data.embeddings import EmbeddingCache
+from g2rpo.data.prompts import PromptStream, read_prompts
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.flux.text import FluxText
+from g2rpo.training.embed import cut_prompts, embed_run, run_prompts, text_encoders
 
 ROOT = Path(__file__).parents[1]
 COLOURS, SHAPES = ("red", "blue", "green"), ("circle", "square", "star")
@@ -78,7 +78,7 @@ def test_exactly_the_prompts_of_the_run(settings, tmp_path):
 
 
 def test_a_run_finds_everything_it_wants(settings, tmp_path, monkeypatch):
-    from g2rpo.trainer import train
+    from g2rpo.training.trainer import train
 
     changes = {"num_steps": 3, "train_steps": 1, "granularities": [1], "group_size": 2, "eval_num_steps": 1,
                "rewards": {"custom_rewards:brightness": 1.0}, "compare_images": 2, "tensorboard": False,
@@ -117,7 +117,7 @@ def test_only_text_encoders_are_needed_and_bits_are_the_policys(settings, model,
 
 
 def test_interrupted_it_goes_on(settings, monkeypatch):
-    monkeypatch.setattr("g2rpo.conditioning.SHARD_PROMPTS", 2)
+    monkeypatch.setattr("g2rpo.data.embeddings.SHARD_PROMPTS", 2)
     whole, encode, encoded = settings(iterations=40), FluxText.encode, []
 
     def encode_until_ctrl_c(self, prompts):
@@ -137,7 +137,7 @@ def test_interrupted_it_goes_on(settings, monkeypatch):
 
 def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, monkeypatch):
     """A real signal to the command, before any model is loaded; then the same command again."""
-    monkeypatch.setattr("g2rpo.conditioning.SHARD_PROMPTS", 2)
+    monkeypatch.setattr("g2rpo.data.embeddings.SHARD_PROMPTS", 2)
     whole, encode, encoded = settings(), FluxText.encode, []
     small = ["num_steps=3", "train_steps=1", "granularities=[1]", "group_size=2", "eval_num_steps=1"]
     small += ["rewards={colourfulness=1.0}", "compare_images=0", "eval_every=0", "tensorboard=false"]
@@ -152,7 +152,9 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
 
     monkeypatch.setattr(FluxText, "encode", encode_until_signal)
     with monkeypatch.context() as patch:
-        patch.setattr("g2rpo.trainer.policy_of", lambda *_, **__: pytest.fail("went on without embeddings"))
+        patch.setattr(
+            "g2rpo.training.trainer.policy_of", lambda *_, **__: pytest.fail("went on without embeddings")
+        )
         stopped = CliRunner().invoke(app, words, catch_exceptions=False)
     assert stopped.exit_code == 130 and not (tmp_path / "run").exists()
     assert "embedding 5 prompts\n" in stopped.output
@@ -163,10 +165,10 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
 
 
 def test_slow_encoders_write_often(settings, monkeypatch):
-    monkeypatch.setattr("g2rpo.conditioning.SHARD_SECONDS", 0.0)
+    monkeypatch.setattr("g2rpo.data.embeddings.SHARD_SECONDS", 0.0)
     embed_run(settings(), console=Console(quiet=True))
     assert len(shards(settings())) == 5
-    monkeypatch.setattr("g2rpo.conditioning.SHARD_SECONDS", 100.0)
+    monkeypatch.setattr("g2rpo.data.embeddings.SHARD_SECONDS", 100.0)
     embed_run(settings(iterations=40), console=Console(quiet=True))
     assert len(shards(settings())) == 6
 

@@ -15,16 +15,16 @@ from PIL import Image
 from processes import run_processes
 from typer.testing import CliRunner
 
-from g2rpo import lineup
 from g2rpo.__main__ import app
-from g2rpo.bootstrap import difference_of, mean_of
-from g2rpo.evaluation import evaluate
-from g2rpo.lineup import Drawing
-from g2rpo.matching import read_pixels
-from g2rpo.named import labels_of
-from g2rpo.pictures import read_png_text
-from g2rpo.prompts import Prompt
-from g2rpo.saved import open_policy
+from g2rpo.data.prompts import Prompt
+from g2rpo.evaluation import lineup
+from g2rpo.evaluation.evaluate import evaluate
+from g2rpo.evaluation.lineup import Drawing
+from g2rpo.evaluation.matching import read_pixels
+from g2rpo.evaluation.stats import difference_of, mean_of
+from g2rpo.inference.images import read_png_text
+from g2rpo.inference.names import labels_of
+from g2rpo.inference.open import open_policy
 
 OWN = """
 import os, signal, torch
@@ -179,7 +179,7 @@ def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, sai
 
 
 def judges(names):
-    from g2rpo.score import code_hash
+    from g2rpo.evaluation.score_folder import code_hash
 
     return {name: {"options": {}, "code": code_hash(name)} for name in names}
 

@@ -9,12 +9,12 @@ import torch
 from random_flux import save_random_flux
 from safetensors.torch import load_file
 
-from g2rpo.checkpoint import save_checkpoint
-from g2rpo.config import Settings
-from g2rpo.export import DTYPES, Kind, base_licence, export_run, merged_state, model_card
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.layout import is_original, to_diffusers
-from g2rpo.saved import open_policy, policy_of
+from g2rpo.config.load import Settings
+from g2rpo.exporters.export import DTYPES, Kind, base_licence, export_run, merged_state, model_card
+from g2rpo.inference.open import open_policy, policy_of
+from g2rpo.models.flux.layout import is_original, to_diffusers
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.run.checkpoint import save_checkpoint
 
 PROMPTS = ["a red circle", "two blue stars"]
 CARD = "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial-license\n---\nText"

@@ -16,8 +16,8 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import ModelInfo
 from random_flux import save_random_flux
 
-from g2rpo.fetch import REWARD_SOURCES, fetch_needs, missing_files, needs
-from g2rpo.rewards import REWARDS
+from g2rpo.rewards.registry import REWARDS
+from g2rpo.setup.fetch import REWARD_SOURCES, fetch_needs, missing_files, needs
 
 ROOT = Path(__file__).parents[1]
 SHA = "0" * 40

@@ -19,13 +19,13 @@ from random_flux import save_random_flux
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
-from g2rpo.metrics import read_metrics
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.text import FluxText
-from g2rpo.pictures import from_pil, read_png_text
-from g2rpo.pointers import latest_checkpoint
-from g2rpo.sample import pipeline_shift, sample_images, start_noise
-from g2rpo.saved import open_policy, open_run
+from g2rpo.inference.images import from_pil, read_png_text
+from g2rpo.inference.open import open_policy, open_run
+from g2rpo.inference.sample import pipeline_shift, sample_images, start_noise
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.flux.text import FluxText
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [
@@ -248,7 +248,7 @@ def test_every_export_opens_again(trained, base, tmp_path, layout):
 
 
 def test_other_settings_cannot_go_on(trained, monkeypatch):
-    monkeypatch.setattr("g2rpo.trainer.policy_of", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("g2rpo.training.trainer.policy_of", lambda *_, **__: pytest.fail("loaded a model"))
     config = (trained.out / "config.toml").read_bytes()
     _, errors = g2rpo("train", *trained.words, "lr=2e-2", "group_size=4", code=2)
     lines = [line.strip() for line in errors.splitlines()]
@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_said_before_weights_are_read(base, cache, tmp_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("g2rpo.models.flux.fill_from_folder", unread)
+    monkeypatch.setattr("g2rpo.models.flux.policy.fill_from_folder", unread)
     _, errors = g2rpo("train", *recipe(base, cache, tmp_path / "run", 0, *changes.split()), code=2)
     assert errors.startswith("error: ") and errors.count("error: ") == 1
     for part in said:

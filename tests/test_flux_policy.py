@@ -6,12 +6,12 @@ import pytest
 import torch
 from random_flux import save_random_flux
 
-from g2rpo.models import load_policy, resolve_device
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.latents import pack, unpack
-from g2rpo.models.weights import LORA_FILE
-from g2rpo.policy import Conditioning
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.flux.latents import pack, unpack
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.flux.weights import LORA_FILE
+from g2rpo.models.policy import Conditioning
+from g2rpo.models.registry import load_policy, resolve_device
 
 PROMPTS = ["a red circle on a white background", "two blue stars"]
 

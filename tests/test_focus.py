@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g2rpo
-from g2rpo.algorithms import PRESETS
-from g2rpo.focus import Focus
-from g2rpo.plans import EveryStep, Singular
-from g2rpo.prompts import Prompt, PromptStream
-from g2rpo.settings import Settings
+from g2rpo.algorithms.base import PRESETS
+from g2rpo.config.settings import Settings
+from g2rpo.data.prompts import Prompt, PromptStream
+from g2rpo.rollouts.plan import EveryStep, Singular
+from g2rpo.training.curriculum import Focus
 
 
 def stream(n: int) -> PromptStream:
@@ -198,7 +198,7 @@ def test_other_prompts_are_told_before_anything_is_loaded(tmp_path, monkeypatch)
     settings |= {"granularities": [1], "eval_num_steps": 2}
     g2rpo.train("tiny", **settings)
     again = {**settings, "iterations": 2}
-    monkeypatch.setattr("g2rpo.trainer.load_rewards", lambda *a: pytest.fail("something was loaded"))
+    monkeypatch.setattr("g2rpo.training.trainer.load_rewards", lambda *a: pytest.fail("something was loaded"))
     for changed in ("a blue star\na red circle\n", "a red circle\na blue star\na green square\n"):
         prompts.write_text(changed)
         with pytest.raises(ValueError, match="the prompts have changed since this run began"):

@@ -5,10 +5,10 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from g2rpo import lineup
 from g2rpo.__main__ import app
-from g2rpo.gallery import sheet
-from g2rpo.pictures import from_pil, read_png_text
+from g2rpo.evaluation import lineup
+from g2rpo.evaluation.gallery import sheet
+from g2rpo.inference.images import from_pil, read_png_text
 
 LEFT, GAP, EDGE = 16 + 190 + 16, 8, 16
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from golden_files import DTYPES, assert_close, cases, tensor
 
-from g2rpo.advantages import group_advantages
-from g2rpo.loss import clipped_surrogate
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.sde import diffusion, log_prob, sde_step
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.sde import diffusion, log_prob, sde_step
+from g2rpo.objectives.advantages import group_advantages
+from g2rpo.objectives.grpo import clipped_surrogate
 
 
 @pytest.mark.parametrize("case", cases("f_g2rpo_advantages"), ids=lambda c: c["kind"])

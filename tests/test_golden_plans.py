@@ -4,9 +4,9 @@ import pytest
 import torch
 from golden_files import DTYPES, assert_close, cases, tensor
 
-from g2rpo.plans import Singular, Window, random_start
-from g2rpo.schedule import compressed_sigmas, shifted_sigmas, tail
-from g2rpo.sde import diffusion, dpm2m_step, log_prob, sde_step
+from g2rpo.flow.schedule import compressed_sigmas, shifted_sigmas, tail
+from g2rpo.flow.sde import diffusion, dpm2m_step, log_prob, sde_step
+from g2rpo.rollouts.plan import Singular, Window, random_start
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import pytest
 import torch
 from golden_files import assert_close, cases, tensor
 
-from g2rpo.explore import Anchor, CountedPolicy, grow, walk_anchor
-from g2rpo.plans import Singular
-from g2rpo.policy import Conditioning
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.policy import Conditioning
+from g2rpo.rollouts.explore import Anchor, CountedPolicy, grow, walk_anchor
+from g2rpo.rollouts.plan import Singular
 
 SHAPE = (4, 8)
 

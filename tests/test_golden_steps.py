@@ -6,8 +6,8 @@ import pytest
 import torch
 from golden_files import DTYPES, assert_close, cases, tensor
 
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.sde import diffusion, log_prob, sde_step
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.sde import diffusion, log_prob, sde_step
 
 LOG_PROB = {torch.float32: 1e-5, torch.float64: 5e-8}
 

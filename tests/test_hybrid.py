@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from g2rpo import lineup
-from g2rpo.evaluation import evaluate
-from g2rpo.lineup import Drawing
-from g2rpo.matching import read_pixels
-from g2rpo.pictures import read_png_text
-from g2rpo.prompts import as_prompts
-from g2rpo.sample import Segment, sample_images, sample_segments
-from g2rpo.saved import open_policy
+from g2rpo.data.prompts import as_prompts
+from g2rpo.evaluation import lineup
+from g2rpo.evaluation.evaluate import evaluate
+from g2rpo.evaluation.lineup import Drawing
+from g2rpo.evaluation.matching import read_pixels
+from g2rpo.inference.images import read_png_text
+from g2rpo.inference.open import open_policy
+from g2rpo.inference.sample import Segment, sample_images, sample_segments
 
 TEXTS = ["a red circle", "two blue stars", "three green squares"]
 

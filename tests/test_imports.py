@@ -1,4 +1,4 @@
-"""Who may import whom: the package is read from top to bottom, each room using only the rooms above it."""
+"""Which package may import which: the layers of docs/architecture.md, from the bottom up."""
 
 import ast
 import subprocess
@@ -9,52 +9,65 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "g2rpo"
 
-# The order of the data flow. A folder is one room; within it files import each other freely.
-ROWS = [
-    "words",
-    "schedule sde plans advantages loss algorithms",
-    "distributed noise stopwatch",
-    "policy models world rewards",
-    "prompts conditioning tree explore rollout",
-    "pointers checkpoint_index checkpoint metrics progress options recipe settings config",
-    "best interrupt reward_stats saved named pictures matching sample export",
-    "optimizer update watch before_after run stops lock guard embed memory focus",
-    "trainer",
-    "curves compare_tables compare_page arms side_by_side",
-    "score bootstrap lineup gallery results evaluation",
-    "compare speeds costs planning report demo doctor headers verify_rewards verify fetch",
-    "console commands commands_compare",
-    "__main__",
+LAYERS = [
+    "runtime",
+    "flow",
+    "models",
+    "world",
+    "rewards",
+    "data",
+    "rollouts",
+    "objectives",
+    "algorithms",
+    "config",
+    "run",
+    "costs",
+    "inference",
+    "evaluation",
+    "exporters",
+    "setup",
+    "training",
+    "comparison",
+    "web",
+    "cli",
 ]
-ROOMS = [room for row in ROWS for room in row.split()]
+"""A package imports from those before it; the public API, g2rpo/__init__.py, from all but cli."""
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+def imported_packages(path: Path) -> set[str]:
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
-            if node.module == "g2rpo":
-                rooms |= {alias.name for alias in node.names if alias.name != "__version__"}
-            elif node.module and node.module.startswith("g2rpo."):
-                rooms.add(node.module.split(".")[1])
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            modules = [node.module or ""]
         elif isinstance(node, ast.Import):
-            rooms |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("g2rpo.")}
-    return rooms - {room_of(path)}
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        packages |= {module.split(".")[1] for module in modules if module.startswith("g2rpo.")}
+        assert "g2rpo" not in modules or path.parent.name == "cli", f"{path}:{node.lineno}: imports the API"
+    return packages
 
 
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+def test_every_package_has_its_place():
+    packages = {path.relative_to(PACKAGE).parts[0] for path in FILES}
+    assert packages <= set(LAYERS)
+    assert not packages & {"runs", "build", "dist"}, ".gitignore ignores folders of these names"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_upwards(path):
-    assert room_of(path) in ROOMS, f"give {room_of(path)} its place in ROOMS"
-    above = ROOMS[: ROOMS.index(room_of(path))]
-    assert imported_rooms(path) <= set(above), f"{path.name} imports from below itself"
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_downward(layer):
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    for path in (PACKAGE / layer).rglob("*.py"):
+        assert imported_packages(path) <= allowed, f"{path} imports {imported_packages(path) - allowed}"
+
+
+def test_no_package_has_the_name_of_a_public_function():
+    import g2rpo
+
+    assert not set(LAYERS) & set(g2rpo.__all__)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -75,14 +88,29 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_the_package_itself_loads_nothing_heavy():
-    heavy = {"torch", "diffusers", "transformers", "pydantic", "numpy", "matplotlib", "rich", "g2rpo.config"}
+    heavy = {
+        "torch",
+        "diffusers",
+        "transformers",
+        "pydantic",
+        "numpy",
+        "matplotlib",
+        "rich",
+        "g2rpo.config.load",
+    }
     assert not loaded_by("g2rpo") & heavy
 
 
 def test_settings_and_files_load_no_models():
-    loaded = loaded_by("g2rpo.config", "g2rpo.prompts", "g2rpo.metrics", "g2rpo.checkpoint", "g2rpo.doctor")
+    loaded = loaded_by(
+        "g2rpo.config.load",
+        "g2rpo.data.prompts",
+        "g2rpo.run.metrics",
+        "g2rpo.run.checkpoint",
+        "g2rpo.setup.doctor",
+    )
     assert not loaded & {"diffusers", "transformers", "peft", "matplotlib", "tensorboard", "httpx"}
 
 
 def test_reading_settings_needs_no_torch():
-    assert "torch" not in loaded_by("g2rpo.config")  # `g2rpo --help` answers at once
+    assert "torch" not in loaded_by("g2rpo.config.load")  # `g2rpo --help` answers at once

@@ -13,13 +13,13 @@ import torch.distributed.checkpoint as dcp
 from test_trainer import SMALL, quiet, timeless, wait_for
 
 import g2rpo
-from g2rpo import interrupt as interrupt_module
-from g2rpo import trainer
-from g2rpo.checkpoint import save_checkpoint
-from g2rpo.interrupt import interruptible, undisturbed
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.optimizer import holding
-from g2rpo.pointers import latest_checkpoint
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.run.checkpoint import save_checkpoint
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.runtime import interrupt as interrupt_module
+from g2rpo.runtime.interrupt import interruptible, undisturbed
+from g2rpo.training import trainer
+from g2rpo.training.optimizer import holding
 
 
 @pytest.fixture

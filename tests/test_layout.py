@@ -9,11 +9,11 @@ from random_flux import save_random_flux
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from g2rpo.models.layout import is_original, original_prefix, sources, to_diffusers, to_original
-from g2rpo.models.lora_checks import linear_shapes, read_lora
-from g2rpo.models.lora_keys import is_lora
-from g2rpo.models.lora_layout import lora_to_comfyui
-from g2rpo.models.weights import LORA_TARGETS, load_weights
+from g2rpo.models.flux.layout import is_original, original_prefix, sources, to_diffusers, to_original
+from g2rpo.models.flux.lora_checks import linear_shapes, read_lora
+from g2rpo.models.flux.lora_keys import is_lora
+from g2rpo.models.flux.lora_layout import lora_to_comfyui
+from g2rpo.models.flux.weights import LORA_TARGETS, load_weights
 
 WIDTH = 3072
 

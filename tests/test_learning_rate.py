@@ -2,7 +2,7 @@
 
 import pytest
 
-from g2rpo.optimizer import learning_rate
+from g2rpo.training.optimizer import learning_rate
 
 
 def rates(schedule, iterations=10, warmup=4):

@@ -10,9 +10,9 @@ from filelock import FileLock
 from test_trainer import SMALL, quiet, wait_for
 
 import g2rpo
-from g2rpo.config import load_settings
-from g2rpo.lock import LOCK, alone, begin
-from g2rpo.metrics import read_metrics
+from g2rpo.config.load import load_settings
+from g2rpo.run.lock import LOCK, alone, begin
+from g2rpo.run.metrics import read_metrics
 
 
 def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatch):
@@ -34,7 +34,9 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
     try:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
         with monkeypatch.context() as patch:
-            patch.setattr("g2rpo.trainer.policy_of", lambda *args, **options: pytest.fail("loaded a model"))
+            patch.setattr(
+                "g2rpo.training.trainer.policy_of", lambda *args, **options: pytest.fail("loaded a model")
+            )
             with pytest.raises(
                 ValueError, match=r"another run is at work in .*run: wait for it, stop it, or"
             ):

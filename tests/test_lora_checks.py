@@ -9,10 +9,10 @@ from lora_files import BROKEN, LAYER, NAMINGS, NAN, Names, all_refusals, doctors
 from random_flux import save_random_flux
 from safetensors.torch import save_file
 
-from g2rpo.models.lora_layout import lora_to_comfyui
-from g2rpo.named import check_model
-from g2rpo.saved import open_policy
-from g2rpo.verify import verify
+from g2rpo.inference.names import check_model
+from g2rpo.inference.open import open_policy
+from g2rpo.models.flux.lora_layout import lora_to_comfyui
+from g2rpo.setup.verify import verify
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_adapters_that_cannot_work(base, tmp_path, monkeypatch, what):
-    monkeypatch.setattr("g2rpo.models.network.read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("g2rpo.models.flux.network.read_weights", lambda *_: pytest.fail("weights were read"))
     path = tmp_path / "lora.safetensors"
     for number, naming in enumerate(NAMINGS):
         state, words = BROKEN[what](Names(naming))

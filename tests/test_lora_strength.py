@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_export import make_run
 
-from g2rpo.checkpoint import save_checkpoint
-from g2rpo.export import export_policy, export_run, merged_state
-from g2rpo.models.layout import to_diffusers, to_original
-from g2rpo.models.weights import LORA_FILE, load_weights
-from g2rpo.saved import open_policy
-from g2rpo.settings import Settings
+from g2rpo.config.settings import Settings
+from g2rpo.exporters.export import export_policy, export_run, merged_state
+from g2rpo.inference.open import open_policy
+from g2rpo.models.flux.layout import to_diffusers, to_original
+from g2rpo.models.flux.weights import LORA_FILE, load_weights
+from g2rpo.run.checkpoint import save_checkpoint
 
 
 @pytest.fixture(scope="module")

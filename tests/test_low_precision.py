@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from g2rpo.explore import sample
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.models.low_precision import float8_able, float8_linears
-from g2rpo.models.network import blocks_of
-from g2rpo.plans import EveryStep, Singular, Window
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.settings import Settings
+from g2rpo.config.settings import Settings
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.flux.network import blocks_of
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.loading.low_precision import float8_able, float8_linears
+from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.plan import EveryStep, Singular, Window
 
 
 def load(**changes) -> FluxPolicy:

@@ -10,9 +10,9 @@ import torch
 from painted import paint
 from PIL import Image
 
-from g2rpo.matching import in_order, match, read_pixels, size_of
-from g2rpo.pictures import save_png
-from g2rpo.score import score
+from g2rpo.evaluation.matching import in_order, match, read_pixels, size_of
+from g2rpo.evaluation.score_folder import score
+from g2rpo.inference.images import save_png
 
 
 def test_sorted_order_pairs_the_prompts_and_repeats_stay(tmp_path):

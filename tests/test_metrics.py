@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo.metrics import MetricsWriter, Progress, format_seconds, read_metrics
+from g2rpo.run.metrics import MetricsWriter, Progress, format_seconds, read_metrics
 
 
 def line(step: int, **more: float) -> dict[str, float]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.arms import read_arms, read_words
-from g2rpo.config import identity, read_settings
+from g2rpo.comparison.arms import read_arms, read_words
+from g2rpo.config.load import identity, read_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "compare"

@@ -5,7 +5,16 @@ import pytest
 import torch
 from PIL import Image, ImageFont
 
-from g2rpo.pictures import _wrapped, comparison, from_pil, grid, read_png_text, save_curves, save_png, to_pil
+from g2rpo.inference.images import (
+    _wrapped,
+    comparison,
+    from_pil,
+    grid,
+    read_png_text,
+    save_curves,
+    save_png,
+    to_pil,
+)
 
 LONG = "a very long prompt about two red circles above a blue star on a yellow background, " * 20
 

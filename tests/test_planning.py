@@ -7,17 +7,18 @@ import pytest
 import torch
 
 import g2rpo
-from g2rpo import memory, planning
-from g2rpo.config import read_settings
-from g2rpo.costs import plan_costs, rows
-from g2rpo.memory import chosen_rollout_batch, memory_of, run_plans, trained_params
-from g2rpo.models.shape import flux_shape
-from g2rpo.options import make_algorithm
-from g2rpo.planning import plan_here
-from g2rpo.pointers import read_state
-from g2rpo.settings import Settings
-from g2rpo.speeds import TABLE, looked_up
-from g2rpo.trainer import train
+from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.config.load import read_settings
+from g2rpo.config.settings import Settings
+from g2rpo.costs import estimate as planning
+from g2rpo.costs import memory
+from g2rpo.costs.costs import plan_costs, rows
+from g2rpo.costs.estimate import plan_here
+from g2rpo.costs.memory import chosen_rollout_batch, memory_of, run_plans, trained_params
+from g2rpo.costs.speeds import TABLE, looked_up
+from g2rpo.models.flux.shape import flux_shape
+from g2rpo.run.folder import read_state
+from g2rpo.training.trainer import train
 
 RESULTS = Path(__file__).parents[1] / "results" / "performance"
 PAPER = {

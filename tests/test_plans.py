@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.algorithms import PRESETS, flow_grpo
-from g2rpo.plans import Branch, EveryStep, Plan, Singular, Window
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.algorithms.base import PRESETS, flow_grpo
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.rollouts.plan import Branch, EveryStep, Plan, Singular, Window
 
 
 def paper(granularities=(1, 2, 3), tail_rule="released", num_train_steps=8) -> Plan:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from g2rpo import progress
+from g2rpo.runtime import progress
 
 
 def shown(total, steps, monkeypatch, *, seconds=1.0, **console):

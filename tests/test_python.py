@@ -7,8 +7,8 @@ import pytest
 from random_flux import save_random_flux
 
 import g2rpo
-from g2rpo.config import load_settings
-from g2rpo.planning import plan_here
+from g2rpo.config.load import load_settings
+from g2rpo.costs.estimate import plan_here
 
 
 def test_no_module_has_the_name_of_a_function():

@@ -8,11 +8,11 @@ import pytest
 import torch
 from processes import run_command, run_processes
 
-from g2rpo.config import load_settings
-from g2rpo.metrics import read_metrics
-from g2rpo.pictures import save_png
-from g2rpo.pointers import latest_checkpoint
-from g2rpo.trainer import train
+from g2rpo.config.load import load_settings
+from g2rpo.inference.images import save_png
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.metrics import read_metrics
+from g2rpo.training.trainer import train
 
 SCORE = "def score(images, prompts, metadata=None):\n    return images.mean((1, 2, 3))\n"
 PARSING = "import argparse\nparser = argparse.ArgumentParser()\nparser.parse_args()\n" + SCORE

@@ -8,8 +8,8 @@ import click
 import pytest
 import torch
 
-from g2rpo.rewards import CheckedReward, load_reward
 from g2rpo.rewards.exits import RewardExited
+from g2rpo.rewards.registry import CheckedReward, load_reward
 
 CPU = torch.device("cpu")
 IMAGES, PROMPTS = torch.rand(2, 3, 4, 4), ["a", "b"]

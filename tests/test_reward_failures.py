@@ -8,9 +8,9 @@ import torch
 from judges import Reply, judging
 
 import g2rpo
-from g2rpo.pointers import latest_checkpoint
-from g2rpo.rewards import CheckedReward
-from g2rpo.run import RunStopped
+from g2rpo.rewards.registry import CheckedReward
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.run import RunStopped
 
 IMAGES, PROMPTS = torch.rand(2, 3, 4, 4), ["a", "b"]
 

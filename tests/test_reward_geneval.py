@@ -6,8 +6,8 @@ import pytest
 import torch
 from seeds import seeded
 
-from g2rpo.rewards import load_reward
 from g2rpo.rewards.geneval import objects_in
+from g2rpo.rewards.registry import load_reward
 from g2rpo.world.captions import parse
 from g2rpo.world.scenes import COLOUR_NAMES, RELATIONS, SHAPES, Compositions, sample_compositions
 from g2rpo.world.training import draw

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reward_files import MODELS, PICTURES, golden_ids, loading, pixels, publish, tensors, told
 
-from g2rpo.rewards import load_reward
+from g2rpo.rewards.registry import load_reward
 
 CPU = torch.device("cpu")
 TOLERANCES = {"hps": 2e-6, "clip": 2e-6, "pickscore": 2e-6, "imagereward": 5e-5}

@@ -13,7 +13,7 @@ import torch
 from judges import DROP, HANG, Judge, Reply, in_turn, judging
 from PIL import Image
 
-from g2rpo.rewards import load_reward
+from g2rpo.rewards.registry import load_reward
 
 CPU = torch.device("cpu")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "http_reward_server.py"

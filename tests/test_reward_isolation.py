@@ -5,11 +5,12 @@ import torch
 from reward_files import loading, publish
 from toy import GaussianPolicy, explore
 
-from g2rpo import rollout
-from g2rpo.algorithms import PRESETS
-from g2rpo.rewards import CheckedReward, load_reward, preprocess
-from g2rpo.rewards.scorer import ModelReward, scoring
-from g2rpo.watch import PictureSet, Watcher
+from g2rpo.algorithms.base import PRESETS
+from g2rpo.evaluation.monitor import PictureSet, Watcher
+from g2rpo.rewards import preprocess
+from g2rpo.rewards.model_reward import ModelReward, scoring
+from g2rpo.rewards.registry import CheckedReward, load_reward
+from g2rpo.rollouts import score as rollout
 
 CPU = torch.device("cpu")
 PROMPTS = ["a red cube", "two balls"]

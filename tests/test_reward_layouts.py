@@ -7,8 +7,9 @@ import torch
 from reward_files import FOLDER, MODELS, loading, publish, tensors, told
 from safetensors.torch import save_file
 
-from g2rpo.rewards import imagereward, layouts, load_reward, networks
-from g2rpo.verify import verify
+from g2rpo.rewards.clip import imagereward, layouts, networks
+from g2rpo.rewards.registry import load_reward
+from g2rpo.setup.verify import verify
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,11 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from reward_files import MODELS, bert_tokenizer, clip_tokenizer, loading, pixels, publish
 
-from g2rpo.fetch import REWARD_SOURCES
-from g2rpo.rewards import load_reward, load_rewards, preprocess, scorer
-from g2rpo.rewards.scorer import scoring
+from g2rpo.rewards import model_reward as scorer
+from g2rpo.rewards import preprocess
+from g2rpo.rewards.model_reward import scoring
+from g2rpo.rewards.registry import load_reward, load_rewards
+from g2rpo.setup.fetch import REWARD_SOURCES
 
 CPU = torch.device("cpu")
 PROMPTS = ["a photo of a cat", "two red cubes", "a photo of a cat", "“bright”", "a blue sphere"]

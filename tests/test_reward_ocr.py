@@ -8,8 +8,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from seeds import seeded
 
-from g2rpo.rewards import load_reward
 from g2rpo.rewards.ocr import comparable, similarity, text_asked_for
+from g2rpo.rewards.registry import load_reward
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from judges import Reply, judging
 
-from g2rpo.rewards import load_reward
-from g2rpo.rewards.remote_options import is_loopback
+from g2rpo.rewards.registry import load_reward
+from g2rpo.rewards.remote.options import is_loopback
 
 CPU = torch.device("cpu")
 IMAGES, PROMPTS = torch.zeros(2, 3, 4, 4), ["a", "b"]

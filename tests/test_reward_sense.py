@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from seeds import seeded
 
-from g2rpo.models import load_policy
-from g2rpo.rewards import CheckedReward, load_reward
+from g2rpo.inference.sample import image_seeds, sample_images
+from g2rpo.models.registry import load_policy
+from g2rpo.rewards.registry import CheckedReward, load_reward
 from g2rpo.rewards.tiny_clip import TinyClip
-from g2rpo.sample import image_seeds, sample_images
 from g2rpo.world import networks
 from g2rpo.world.captions import SPECIAL, captions, prompt_set
 from g2rpo.world.contrast import image_features, text_features

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reward_files import bert_tokenizer, clip_tokenizer, told
 
-from g2rpo.rewards.texts import BertTokenizer, ClipTokenizer, openclip_clean
+from g2rpo.rewards.clip.texts import BertTokenizer, ClipTokenizer, openclip_clean
 
 ENTRIES = told("tokenizers")["captions"]
 TEXTS = [entry["text"] for entry in ENTRIES]

@@ -17,9 +17,9 @@ import torch
 from judges import DROP, HANG, Judge, Reply, in_turn, judging
 from PIL import Image
 
-from g2rpo.rewards import load_reward
-from g2rpo.rewards.remote import retry_after
-from g2rpo.rewards.unified import default_prompt, parse
+from g2rpo.rewards.registry import load_reward
+from g2rpo.rewards.remote.servers import retry_after
+from g2rpo.rewards.remote.unified import default_prompt, parse
 
 CPU = torch.device("cpu")
 QUICK = {"model": "judge", "backoff": 0.02, "timeout": 5.0}

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from g2rpo.rewards import REWARDS, CheckedReward, load_reward, load_rewards
+from g2rpo.rewards.registry import REWARDS, CheckedReward, load_reward, load_rewards
 
 IMAGES = torch.linspace(0, 1, 2 * 3 * 4 * 4).reshape(2, 3, 4, 4)
 PROMPTS = ["dark", "bright"]
@@ -153,4 +153,4 @@ def test_no_rewards_at_all():
 
 def test_known_names_are_module_and_factory():
     for target in REWARDS.values():
-        assert target.startswith("g2rpo.rewards.") and target.partition(":")[2].startswith("load")
+        assert target.startswith("g2rpo.rewards.registry.") and target.partition(":")[2].startswith("load")

@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 from toy import GaussianPolicy, explore
 
-from g2rpo.advantages import group_advantages
-from g2rpo.algorithms import PRESETS
-from g2rpo.loss import clipped_surrogate
-from g2rpo.plans import EveryStep, Singular
-from g2rpo.reward_stats import invalid_share, rank_correlation, why_invalid
-from g2rpo.rollout import Rollout, score, train_mask
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.sde import transition, transition_log_prob
+from g2rpo.algorithms.base import PRESETS
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.sde import transition, transition_log_prob
+from g2rpo.objectives.advantages import group_advantages
+from g2rpo.objectives.grpo import clipped_surrogate
+from g2rpo.objectives.stats import invalid_share, rank_correlation, why_invalid
+from g2rpo.rollouts.plan import EveryStep, Singular
+from g2rpo.rollouts.score import Rollout, score, train_mask
 
 
 def brightness(images: Tensor, prompts: list[str], metadata=None) -> Tensor:

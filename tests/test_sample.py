@@ -10,10 +10,8 @@ import torch
 from PIL import Image
 from random_flux import save_random_flux
 
-from g2rpo.models.flux import FluxPolicy
-from g2rpo.pictures import read_png_text, to_pil
-from g2rpo.policy import Conditioning
-from g2rpo.sample import (
+from g2rpo.inference.images import read_png_text, to_pil
+from g2rpo.inference.sample import (
     SampleRequest,
     Segment,
     draw,
@@ -25,6 +23,8 @@ from g2rpo.sample import (
     write_comparison,
     write_samples,
 )
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Conditioning
 
 
 @pytest.fixture(scope="module")

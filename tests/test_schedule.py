@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.schedule import TAIL_RULES, compressed_sigmas, resolution_shift, shifted_sigmas, tail
+from g2rpo.flow.schedule import TAIL_RULES, compressed_sigmas, resolution_shift, shifted_sigmas, tail
 
 
 def test_shifted_sigmas():

@@ -10,7 +10,7 @@ from painted import paint
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
-from g2rpo.score import score
+from g2rpo.evaluation.score_folder import score
 
 OWN = """
 import os, signal, torch

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import gaussian_velocity, sde_moments
 
-from g2rpo.distributed import keyed_generator
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.sde import (
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.sde import (
     cps_log_prob,
     cps_step,
     diffusion,
@@ -19,6 +18,7 @@ from g2rpo.sde import (
     transition,
     transition_log_prob,
 )
+from g2rpo.runtime.processes import keyed_generator
 
 
 def randn(*shape: int, key: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -13,12 +13,12 @@ from safetensors import safe_open
 from seeds import seeded
 from torch import Tensor
 
-from g2rpo.models import load_policy
-from g2rpo.models.files import dtype_argument
-from g2rpo.models.flux import FluxPolicy
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.loading.files import dtype_argument
+from g2rpo.models.registry import load_policy
 from g2rpo.models.tiny import assets
-from g2rpo.rewards import load_rewards
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.rewards.registry import load_rewards
 from g2rpo.world import verifier
 from g2rpo.world.captions import MAX_TOKENS, caption_ids, captions, prompt_set
 from g2rpo.world.contrast import image_features, judge_clip, text_features

@@ -13,13 +13,13 @@ import torch
 from processes import run_command
 
 import g2rpo
-from g2rpo import trainer
-from g2rpo.config import load_settings
-from g2rpo.metrics import read_metrics
-from g2rpo.options import make_algorithm
-from g2rpo.pointers import latest_checkpoint
-from g2rpo.run import RunStopped
-from g2rpo.watch import Watcher
+from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.config.load import load_settings
+from g2rpo.evaluation.monitor import Watcher
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.metrics import read_metrics
+from g2rpo.run.run import RunStopped
+from g2rpo.training import trainer
 
 SMALL = {
     "prompts": "world:demo",
@@ -174,7 +174,7 @@ def test_a_run_that_begins_again_says_so(run, capsys):
 
 
 def weights(out):
-    from g2rpo.saved import open_run
+    from g2rpo.inference.open import open_run
 
     policy, _, _ = open_run(out, device="cpu")
     return {name: p.detach().numpy().tobytes() for name, p in policy.module.named_parameters()}
@@ -194,7 +194,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
     config = tmp_path / "run" / "config.toml"
     kept = config.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("g2rpo.trainer.policy_of", lambda settings: pytest.fail("loaded a model"))
+        patch.setattr("g2rpo.training.trainer.policy_of", lambda settings: pytest.fail("loaded a model"))
         with pytest.raises(ValueError, match=r"iterations=1, but .* has done 2"):
             run(iterations=1, **compared)
         with pytest.raises(ValueError, match="eval_num_steps: 2 there, 3 given"):
@@ -357,7 +357,7 @@ def test_every_algorithm_trains_in_the_same_loop(tmp_path, cache, algorithm, opt
 
 
 def test_adapters_alone_are_trained(run):
-    from g2rpo.saved import open_run
+    from g2rpo.inference.open import open_run
 
     done = run(iterations=1, lora_rank=2, lr=1e-2)
     policy, _, _ = open_run(done.out, device="cpu")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from toy import GaussianPolicy, explore
 
-from g2rpo.algorithms import PRESETS
-from g2rpo.optimizer import holding
-from g2rpo.rollout import score
-from g2rpo.schedule import shifted_sigmas
-from g2rpo.sde import transition, transition_log_prob
-from g2rpo.update import NotFinite, advantages_of, rows_of, update
+from g2rpo.algorithms.base import PRESETS
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.sde import transition, transition_log_prob
+from g2rpo.rollouts.score import score
+from g2rpo.training.optimizer import holding
+from g2rpo.training.update import NotFinite, advantages_of, rows_of, update
 
 PROMPTS = ["0.5", "-0.25"]
 

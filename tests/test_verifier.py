@@ -5,7 +5,7 @@ import torch
 from seeds import seeded
 from torch import Tensor
 
-from g2rpo.rewards import load_rewards
+from g2rpo.rewards.registry import load_rewards
 from g2rpo.world.captions import parse
 from g2rpo.world.edits import ATTRIBUTES, applicable, falsify
 from g2rpo.world.render import coverage

@@ -11,12 +11,12 @@ import torch
 from random_flux import save_random_flux
 from safetensors.torch import load_file, save_file
 
-from g2rpo.doctor import Row
-from g2rpo.models.layout import to_original
-from g2rpo.models.lora_layout import lora_to_comfyui
-from g2rpo.models.reading import read_header
+from g2rpo.models.flux.layout import to_original
+from g2rpo.models.flux.lora_layout import lora_to_comfyui
+from g2rpo.models.loading.reading import read_header
 from g2rpo.models.tiny import tiny_folder
-from g2rpo.verify import _diffusers_shapes, _original_shapes, verify
+from g2rpo.setup.doctor import Row
+from g2rpo.setup.verify import _diffusers_shapes, _original_shapes, verify
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FLUX = {"guidance_embeds": True}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from g2rpo.before_after import OWN, UNSEEN, Comparison
-from g2rpo.metrics import MetricsWriter, Progress, read_metrics
-from g2rpo.prompts import Prompt
-from g2rpo.rewards import CheckedReward
-from g2rpo.watch import PictureSet, Schedule, Watcher
+from g2rpo.data.prompts import Prompt
+from g2rpo.evaluation.before_after import OWN, UNSEEN, Comparison
+from g2rpo.evaluation.monitor import PictureSet, Schedule, Watcher
+from g2rpo.rewards.registry import CheckedReward
+from g2rpo.run.metrics import MetricsWriter, Progress, read_metrics
 
 
 class Painter(Watcher):

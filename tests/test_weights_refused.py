@@ -10,11 +10,11 @@ from random_flux import save_random_flux
 from safetensors.torch import load_file, save_file
 from test_export import make_run
 
-from g2rpo.export import export_run
-from g2rpo.models import load_policy
-from g2rpo.named import check_model
-from g2rpo.sample import SampleRequest, draw
-from g2rpo.saved import open_policy
+from g2rpo.exporters.export import export_run
+from g2rpo.inference.names import check_model
+from g2rpo.inference.open import open_policy
+from g2rpo.inference.sample import SampleRequest, draw
+from g2rpo.models.registry import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_each_file_of_a_list_is_checked(base, tmp_path, monkeypatch):
     names, sound, broken = Names("transformer."), tmp_path / "sound.safetensors", tmp_path / "nan.safetensors"
     save_file(names.sound, sound)
     save_file(names.sound | {names.a: with_value((2, 32), NAN)}, broken)
-    monkeypatch.setattr("g2rpo.models.network.load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("g2rpo.models.flux.network.load_weights", lambda *_: pytest.fail("weights were read"))
     for files in ([sound, broken], [broken, sound], [sound, sound, broken]):
         with pytest.raises(ValueError, match=r"nan\.safetensors cannot be put onto this model.*1 NaN"):
             load_policy(str(base), weights=files, device="cpu")

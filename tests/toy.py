@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.explore import Samples, sample
-from g2rpo.plans import Plan
-from g2rpo.policy import Conditioning
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.policy import Conditioning
+from g2rpo.rollouts.explore import Samples, sample
+from g2rpo.rollouts.plan import Plan
 
 
 class GaussianPolicy:

@@ -24,7 +24,7 @@ from torch import Tensor
 from g2rpo.rewards.exits import RewardExited, exits_reported
 
 if TYPE_CHECKING:
-    from g2rpo.rewards import Metadata, Reward
+    from g2rpo.rewards.registry import Metadata, Reward
 
 LOG = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def own_inputs(
     Only networks of this package get the images themselves: they write into none, and those that frame images
     alike know by them that they may share the preprocessed ones (`preprocess.SharedPixels`).
     """
-    from g2rpo.rewards.scorer import ModelReward  # which imports this package
+    from g2rpo.rewards.model_reward import ModelReward  # which imports this package
 
     shares = isinstance(reward, ModelReward) and type(reward).__module__.startswith("g2rpo.")
     own = images if shares else images.detach().clone()

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from types import CodeType, TracebackType
 from typing import Any
 
-from g2rpo.distributed import StopTogether
+from g2rpo.runtime.processes import StopTogether
 
 PARSERS = ("argparse", "optparse", "getopt", "click", "typer", "docopt", "fire", "absl")
 """Packages that read `sys.argv` and end the program where it is not what they expect."""
 
-OURS = (__name__, "g2rpo.rewards", "g2rpo.rewards.checked")
+OURS = (__name__, "g2rpo.rewards.registry", "g2rpo.rewards.checked")
 """Modules whose frames stand before those of a reward."""
 
 LONGEST_CODE = 200

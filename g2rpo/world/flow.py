@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from g2rpo.schedule import shifted_sigmas
+from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.world import verifier
 from g2rpo.world.captions import caption_ids, empty_caption
 from g2rpo.world.scenes import Compositions

@@ -1,0 +1,1 @@
+"""The commands: each one parses its arguments and calls the API."""

@@ -1,0 +1,1 @@
+"""Methods and settings side by side, over seeds."""

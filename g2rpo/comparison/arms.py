@@ -1,0 +1,194 @@
+"""Arms of a comparison from words: `NAME=RECIPE KEY=VALUE ...`, times the values of `--vary KEY=V1,V2`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from g2rpo.config.load import Settings, load_settings, read_settings
+from g2rpo.config.recipe import DEFAULT_RECIPE, parse_value
+
+NAME = re.compile(r"\w[\w.+-]*")
+# What compare itself decides: which seed, which folder, and that a run goes on to its end.
+OWN = {"seed": "--seeds", "out": "--out", "resume": "", "stop_after": ""}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method: a recipe with overrides (`key=value`), the later ones winning."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Its name as that of a folder."""
+        return re.sub(r"[^\w.=,+-]+", "_", self.name)
+
+    def words(self, seed: int, out: Path) -> list[str]:
+        """Its overrides for one seed."""
+        return [*self.overrides, f"seed={seed}", f"out={_quoted(out)}"]
+
+    def settings(self, seed: int, out: Path) -> Settings:
+        """Checked settings of one run.
+
+        Raises:
+            ValueError: as load_settings, with the arm's name before it.
+        """
+        try:
+            return load_settings(self.recipe, self.words(seed, out))
+        except ValueError as error:
+            raise ValueError(f"arm {self.name}: {error}") from error
+
+
+def _quoted(path: Path) -> str:
+    """A path that TOML would read as something else, such as `1e5`, is put in quotes."""
+    text = str(path)
+    return text if parse_value(text) == text else f"'{text}'"
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Parts between separators (" " = any white space) that stand outside brackets, braces and quotes.
+
+    Quotes stay: they are TOML's. Empty parts are left out for white space.
+    """
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        elif depth == 0 and (letter == separator or (separator == " " and letter.isspace())):
+            parts.append("")
+            continue
+        parts[-1] += letter
+    return [part for part in parts if part] if separator == " " else parts
+
+
+def read_arm(text: str) -> Arm:
+    """`NAME=RECIPE KEY=VALUE ...`.
+
+    Raises:
+        ValueError: no such form.
+    """
+    words = split_outside(text, " ")
+    name, equals, recipe = (words[0] if words else "").partition("=")
+    if not equals or not recipe or not NAME.fullmatch(name):
+        raise ValueError(
+            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'dance=tiny algorithm=dance_grpo'; a "
+            "name has letters, digits, and . + - _ after the first"
+        )
+    return Arm(name, str(parse_value(recipe)), tuple(_bare(word) for word in words[1:]))
+
+
+def _bare(word: str) -> str:
+    """`'key=value'`, quoted as a shell would want it, without its quotes."""
+    inner = word[1:-1]
+    return inner if word[0] in "\"'" and word == word[0] + inner + word[0] and word[0] not in inner else word
+
+
+def read_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Recipes and `key=value` among the words; a path that holds `=` after a slash is a recipe."""
+    recipes = [word for word in words if "=" not in word or "/" in word.partition("=")[0]]
+    return recipes, [word for word in words if word not in recipes]
+
+
+def read_vary(texts: Sequence[str]) -> list[list[str]]:
+    """`lr=1e-5,3e-5` -> ["lr=1e-5", "lr=3e-5"], for each.
+
+    Raises:
+        ValueError: no key, a key twice, or fewer than two values.
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        parts = [value.strip() for value in split_outside(values, ",")]
+        if not equals or not key.strip() or len(parts) < 2 or not all(parts) or len(set(parts)) < len(parts):
+            raise ValueError(f"--vary {text!r} is not KEY=V1,V2 with two or more different values")
+        if key.strip() in found:
+            raise ValueError(f"--vary {key.strip()} is given twice; write all its values in one")
+        found[key.strip()] = [f"{key.strip()}={value}" for value in parts]
+    return list(found.values())
+
+
+def read_seeds(text: str) -> list[int]:
+    """`0,1,2`.
+
+    Raises:
+        ValueError: none, one twice, or not whole numbers from 0 on.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
+        raise ValueError(f"--seeds {text!r}: give whole numbers from 0 on with commas between, such as 0,1,2")
+    seeds = [int(part) for part in parts]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text}: each seed once; the same seed gives the same run")
+    return seeds
+
+
+def read_arms(arms: Sequence[str], words: Sequence[str], vary: Sequence[str]) -> list[Arm]:
+    """All arms: those of --arm, the recipes among the words by their file's name, times --vary.
+
+    Overrides among the words hold for every arm, an arm's own win over them, and those of --vary over all.
+
+    Raises:
+        ValueError: a word that is no such thing, a name twice, or a setting that is not an arm's.
+    """
+    recipes, common = read_words(words)
+    base = [read_arm(text) for text in arms]
+    base += [Arm(re.sub(r"[^\w.+-]", "_", Path(recipe).stem), recipe, ()) for recipe in recipes]
+    choices = list(itertools.product(*read_vary(vary)))
+    if not base and any(choices):
+        base = [Arm(DEFAULT_RECIPE, DEFAULT_RECIPE, ())]
+    found = [
+        Arm(" ".join([arm.name, *choice]), arm.recipe, (*common, *arm.overrides, *choice))
+        for arm in base
+        for choice in choices
+    ]
+    for arm in found:
+        for word in arm.overrides:
+            key = word.partition("=")[0].strip()
+            if key in OWN:
+                instead = f"; it is given by {OWN[key]}" if OWN[key] else "; every run goes to its end"
+                raise ValueError(f"arm {arm.name}: {key} is not an arm's to set{instead}")
+    check_names([arm.name for arm in found], [arm.folder for arm in found])
+    return found
+
+
+def check_names(*kinds: Sequence[str]) -> None:
+    """Raises ValueError where one stands twice."""
+    for names in kinds:
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"{count} arms are called {name!r}; give each a name of its own")
+
+
+def read_runs(texts: Sequence[str]) -> dict[str, dict[int, Path]]:
+    """`NAME=FOLDER`, several times -> name -> seed -> run folder.
+
+    Raises:
+        ValueError: no such form, no run folder, or one seed twice in an arm.
+    """
+    found: dict[str, dict[int, Path]] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or not folder or not NAME.fullmatch(name):
+            raise ValueError(f"--run {text!r} is not NAME=FOLDER, such as g2rpo=runs/first")
+        path = Path(folder).expanduser()
+        seed = read_settings(path).seed
+        if not (path / "metrics.jsonl").is_file():
+            raise ValueError(f"--run {text}: {path} holds no metrics.jsonl; was it trained?")
+        seeds = found.setdefault(name, {})
+        if seed in seeds:
+            raise ValueError(f"--run {text}: {seeds[seed]} is seed {seed} of {name} already")
+        seeds[seed] = path
+    return found

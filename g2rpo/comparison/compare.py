@@ -1,0 +1,255 @@
+"""Several methods side by side: trains arms x seeds by the ordinary trainer, and reports on equal cost.
+
+    DIR/runs/<arm>/<seed>    ordinary run folders      DIR/logs/    what they printed
+    DIR/compare.json         arms and their folders    DIR/compare.md .csv, curves.png .svg, index.html
+
+The same command goes on where it was: what is finished is not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from g2rpo.comparison.arms import Arm, check_names, read_runs
+from g2rpo.comparison.curves import AXES, cost, curves_of
+from g2rpo.comparison.launcher import Job, train_side_by_side
+from g2rpo.comparison.page import write_curves, write_page
+from g2rpo.comparison.tables import (
+    Compared,
+    MeasuredRun,
+    Table,
+    reach_table,
+    run_table,
+    settings_table,
+    value_table,
+    warning,
+    whole,
+    write_csv,
+    write_markdown,
+)
+from g2rpo.config.load import Settings, evaluation_identity, identity, read_settings
+from g2rpo.evaluation.monitor import is_evaluation
+from g2rpo.run.metrics import read_metrics
+from g2rpo.run.run import checkpoint_to_resume, is_finished
+
+RECORD = "compare.json"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` left: its folder, failed runs with the reason, and each metric's table of values."""
+
+    out: Path
+    failed: dict[str, str]
+    interrupted: bool
+    values: dict[str, Table] = field(default_factory=dict)
+
+
+def compare(
+    out: Path,
+    arms: Sequence[Arm] = (),
+    seeds: Sequence[int] = (),
+    runs: Sequence[str] = (),
+    *,
+    jobs: int = 1,
+    window: int = 5,
+    report_only: bool = False,
+    command: str = "",
+    say: Callable[[str], None] = print,
+    prepare: Callable[[], None] | None = None,
+) -> Comparison:
+    """Trains what is missing and writes the report.
+
+    Args:
+        out: folder of it all. arms, seeds: what to train. runs: `NAME=FOLDER` of runs that exist.
+        jobs: runs at a time. window: of the trailing mean over training rewards, in iterations.
+        report_only: train nothing; without arms and runs, those of an earlier call.
+        command: how it was called, for the report.
+        say, prepare: as in train_side_by_side.
+
+    Raises:
+        ValueError: settings that do not fit or folders of other runs, before anything is trained; nothing
+            measured to report on.
+    """
+    if arms and not seeds:
+        raise ValueError("no seeds: give --seeds, such as --seeds 0,1,2")
+    given = read_runs(runs)
+    check_names([*(arm.name for arm in arms), *given])
+    commands = [command] if command else []
+    folders: dict[str, dict[int, Path]] = {}
+    todo = [(arm, seed, out / "runs" / arm.folder / str(seed)) for seed in seeds for arm in arms]
+    # All of the settings first: nothing is trained if one of the runs cannot be.
+    planned = [(arm, seed, arm.settings(seed, folder)) for arm, seed, folder in todo]
+    jobs_left = []
+    for arm, seed, settings in planned:
+        _check(arm, settings)
+        folders.setdefault(arm.name, {})[seed] = Path(settings.out)
+        if not is_finished(settings):
+            log = out / "logs" / f"{arm.folder}_{seed}.txt"
+            jobs_left.append(Job(f"{arm.name}, seed {seed}", settings, log))
+        words = ["g2rpo", "train", arm.recipe, *arm.words(seed, Path(settings.out))]
+        commands.append(shlex.join(words))
+    folders |= given
+    if not folders:
+        if not report_only:
+            raise ValueError("nothing to compare: give recipes or --arm with --seeds, or --run NAME=FOLDER")
+        folders, commands = _recorded(out)
+    out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "commands": commands,
+        "arms": {
+            name: {str(seed): _from(out, path) for seed, path in one.items()} for name, one in folders.items()
+        },
+    }
+    whole(out / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    failed: dict[str, str] = {}
+    if jobs_left and not report_only:
+        if done := len(planned) - len(jobs_left):
+            say(f"{done} of {len(planned)} runs are finished already")
+        ended = train_side_by_side(jobs_left, jobs, say, prepare)
+        failed = ended.failed
+        if ended.interrupted:
+            return Comparison(out, failed, True)
+    settings_of = {arm.name: settings for arm, _, settings in reversed(planned)}
+    try:
+        compared = measured(folders, settings_of, window, commands, failed)
+    except NothingMeasured:
+        if failed:  # their reasons say more
+            return Comparison(out, failed, False)
+        raise
+    if amiss := warning(compared):
+        say(f"note: {amiss}")
+    return Comparison(out, failed, False, report(out, compared))
+
+
+class NothingMeasured(ValueError):
+    """No run has a line of metrics yet."""
+
+
+def _check(arm: Arm, settings: Settings) -> None:
+    try:
+        checkpoint_to_resume(settings)
+    except ValueError as error:
+        raise ValueError(f"arm {arm.name}: {error}") from error
+    folder = Path(settings.out).expanduser()
+    if (folder / "config.toml").is_file():
+        there, here = evaluation_identity(read_settings(folder)), evaluation_identity(settings)
+        if there and here and (differ := _differences(there, here)):
+            raise ValueError(
+                f"arm {arm.name}: {folder} was evaluated in another way, and one curve cannot hold both: "
+                f"{differ}. Give the same settings, or another --out"
+            )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{key}: {there.get(key)!r} and {here[key]!r}" for key in here if here[key] != there.get(key)
+    )
+
+
+def _from(out: Path, path: Path) -> str:
+    """A run's folder as the record keeps it: of one inside `out`, from there, so that both can be moved."""
+    absolute, base = path.expanduser().absolute(), out.absolute()
+    return str(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
+
+
+def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
+    path = out / RECORD
+    if not path.is_file():
+        raise ValueError(
+            f"{out} holds no comparison: there is no {RECORD} in it; name the arms, or another DIR"
+        )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        arms = record["arms"]
+        folders = {name: {int(s): out / p for s, p in one.items()} for name, one in arms.items()}
+        return folders, list(record["commands"])
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is not a record of a comparison ({error}); name the arms again") from error
+
+
+def measured(
+    folders: Mapping[str, Mapping[int, Path]],
+    planned: Mapping[str, Settings],
+    window: int,
+    commands: Sequence[str] = (),
+    failed: Mapping[str, str] | None = None,
+) -> Compared:
+    """Reads the run folders, arm -> seed -> folder; `planned` are the settings of arms without a run yet.
+
+    Raises:
+        ValueError: runs of one arm that differ in more than the seed, or no measured value at all.
+    """
+    arms: dict[str, dict[int, MeasuredRun]] = {}
+    settings: dict[str, Any] = {}
+    for name, seeds in folders.items():
+        arms[name] = {}
+        there = {seed: read_settings(p) for seed, p in seeds.items() if (p / "config.toml").is_file()}
+        for seed, one in there.items():
+            _same_arm(name, one, next(iter(there.values())), seeds[seed])
+        first = next(iter(there.values()), planned.get(name))
+        settings[name] = (
+            {k: v for k, v in first.resolved().model_dump().items() if k not in ("seed", "out")}
+            if (first)
+            else {}
+        )
+        for seed, path in seeds.items():
+            reason = (failed or {}).get(f"{name}, seed {seed}")
+            arms[name][seed] = _run(path, there.get(seed), reason)
+    compared = Compared(arms, settings, window, list(commands))
+    if not compared.metrics():
+        runs = ", ".join(str(path) for seeds in folders.values() for path in seeds.values())
+        raise NothingMeasured(f"nothing was measured yet in {runs}; train first")
+    return compared
+
+
+def _same_arm(name: str, one: Settings, first: Settings, path: Path) -> None:
+    differ = _differences(identity(first) | {"seed": 0}, identity(one) | {"seed": 0})
+    there, here = evaluation_identity(first), evaluation_identity(one)
+    if there and here:
+        differ = "; ".join(filter(None, (differ, _differences(there, here))))
+    if differ:
+        raise ValueError(
+            f"runs of arm {name} may differ in the seed alone; {path} has other settings than the first: "
+            f"{differ}. Give them names of their own"
+        )
+
+
+def _run(path: Path, settings: Settings | None, reason: str | None) -> MeasuredRun:
+    lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    trained = [line for line in lines if "nfe" in line]
+    step = max((line["step"] for line in trained), default=0)
+    if reason is not None:
+        state = reason
+    elif settings is None:
+        state = "not begun"
+    elif step < settings.iterations:
+        state = f"stopped before iteration {settings.iterations}"
+    elif evaluation_identity(settings) and not any(is_evaluation(x) and x["step"] == step for x in lines):
+        state = "its last evaluation is missing"
+    else:
+        state = "finished"
+    try:
+        costs = {axis: sum(cost(line, axis) for line in trained) for axis in AXES[1:]}
+        return MeasuredRun(path, curves_of(lines), step, costs, state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def report(out: Path, compared: Compared) -> dict[str, Table]:
+    """Writes compare.md and .csv, curves.png and .svg, and index.html; metric -> its table of values."""
+    metrics = compared.metrics()
+    values = [value_table(compared, metric) for metric in metrics]
+    reached = [reach_table(compared, metric) for metric in metrics] if len(compared.arms) > 1 else []
+    differ = settings_table(compared)
+    others = [*([differ] if differ else []), run_table(compared)]
+    write_csv(out / "compare.csv", compared)
+    write_curves(out, compared)
+    write_markdown(out / "compare.md", compared, [*values, *reached, *others])
+    write_page(out / "index.html", compared, values, reached, others)
+    return dict(zip(metrics, values, strict=True))

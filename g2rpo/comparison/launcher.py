@@ -1,0 +1,162 @@
+"""Trains several runs, some at a time, each in a process of its own: one that fails takes no other along.
+
+A run's process is forked from a server that has imported torch once and holds no device. A signal to this
+process is passed on: every run leaves a checkpoint. If this process is killed, its runs stop by themselves.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from g2rpo.config.load import Settings
+from g2rpo.runtime.interrupt import STOPPING, interruptible
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train: what it is called on the terminal, its settings, and the file for what it prints."""
+
+    title: str
+    settings: Settings
+    log: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the jobs ended: titles of those that failed, with the reason, and whether a signal stopped all."""
+
+    failed: dict[str, str]
+    interrupted: bool
+
+
+def train_side_by_side(
+    jobs: Sequence[Job],
+    at_once: int,
+    say: Callable[[str], None] = print,
+    prepare: Callable[[], None] | None = None,
+) -> Ended:
+    """Trains the jobs in order, `at_once` of them at a time.
+
+    On GPUs they take turns over the devices; on CPUs each has an equal share of the cores as its threads.
+    `say` is told what starts and ends; `prepare` (of a module: it is sent by name) runs first in each.
+    """
+    waiting, running = list(jobs), dict[int, tuple[Job, Any]]()
+    failed: dict[str, str] = {}
+    context: Any = multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    )
+    if jobs and context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["g2rpo.training.trainer"])
+        _start_server()
+    with interruptible() as interrupt:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    slot = next(i for i in range(at_once) if i not in running)
+                    with interrupt.deferred():  # a process that was started is one that is stopped
+                        job = waiting.pop(0)
+                        job.log.parent.mkdir(parents=True, exist_ok=True)
+                        values = job.settings.model_dump()
+                        process = context.Process(
+                            target=_train, args=(values, job.log, slot, at_once, prepare)
+                        )
+                        process.start()
+                        running[slot] = job, process
+                    if interrupt.asked:
+                        raise KeyboardInterrupt
+                    say(f"{job.title}: started; it prints to {job.log}")
+                connection.wait([process.sentinel for _, process in running.values()])
+                for slot, (job, process) in list(running.items()):
+                    if process.exitcode is not None:
+                        del running[slot]
+                        if process.exitcode:
+                            failed[job.title] = _reason(process.exitcode, job.log)
+                        how = f"failed: {failed[job.title]}" if process.exitcode else "finished"
+                        say(f"{job.title}: {how} ({len(waiting) + len(running)} to go)")
+        except KeyboardInterrupt:
+            say("stopping: every run leaves a checkpoint")
+            _stop([process for _, process in running.values()])
+            return Ended(failed, True)
+    return Ended(failed, False)
+
+
+def _start_server() -> None:
+    """Starts the server deaf to signals: one that is sent to the whole group is for this process to pass on.
+
+    Without it no run's end would be seen. It ends when this process does; its runs unblock the signals.
+    """
+    resource_tracker.ensure_running()  # it unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stop(processes: Sequence[BaseProcess]) -> None:
+    """Asks each once, and again at every further signal."""
+    while any(process.exitcode is None for process in processes):
+        for process in processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, signal.SIGTERM)
+        try:
+            for process in processes:
+                process.join()
+        except KeyboardInterrupt:
+            continue
+
+
+def _reason(code: int, log: Path) -> str:
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    last = f": {lines[-1].strip()}" if lines else ""
+    return f"signal {signal.Signals(-code).name}{last}" if code < 0 else f"exit code {code}{last}"
+
+
+def _train(
+    values: dict[str, Any], log: Path, slot: int, at_once: int, prepare: Callable[[], None] | None
+) -> None:
+    """One run, in its own process. Exit code 0 = finished, 2 = it says why not, 130 = stopped by a signal."""
+    os.setsid()  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that the log can be followed
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    if prepare is not None:
+        prepare()
+    import torch
+
+    from g2rpo.training.trainer import train
+
+    if at_once > 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(slot % torch.cuda.device_count())
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // at_once))
+    try:
+        run = train(Settings.model_validate(values))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0 if run.finished else INTERRUPTED)
+
+
+def _stop_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,209 @@
+"""A comparison to look at: curves with bands as PNG and SVG, and index.html, one file without a network."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g2rpo.comparison.curves import AXES, SMOOTHED, Band, band
+from g2rpo.comparison.tables import UNITS, Compared, Table, how_to_read, title_of, warning, whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; then the same with other strokes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555")
+STROKES = ("-", "--", ":", "-.")
+X_LABELS = {**UNITS, "seconds": "seconds of iterations"}
+
+
+def bands_of(compared: Compared, metric: str) -> dict[str, Band]:
+    """Arm -> mean over seeds with its band; arms without the metric are left out."""
+    return {arm: band(list(runs.values())) for arm, runs in compared.curves(metric).items()}
+
+
+def meaning(found: Mapping[str, Band]) -> str:
+    """What the bands are, in words."""
+    seeds = {one.seeds for one in found.values()}
+    parts = []
+    if any(n >= 3 for n in seeds):
+        parts.append("band: ± 1 standard error over seeds")
+    if 2 in seeds:
+        parts.append("band of two seeds: smallest to largest")
+    if 1 in seeds:
+        parts.append("one seed: no band")
+    return "; ".join(parts)
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # no mathematics in names
+
+
+def _draw(axes: Axes, found: Mapping[str, Band], styles: Mapping[str, tuple[str, str]], axis: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for arm, one in found.items():
+        colour, stroke = styles[arm]
+        marker = "o" if len(one.mean) <= 25 else ""
+        axes.plot(one.x[axis], one.mean, stroke, color=colour, linewidth=1.6, marker=marker, markersize=2.5,
+                  label=_plain(f"{arm} ({one.seeds} seed{'s' * (one.seeds > 1)})"))  # fmt: skip
+        if one.seeds > 1:
+            axes.fill_between(one.x[axis], one.low, one.high, color=colour, alpha=0.18, linewidth=0)
+    axes.set_xlabel(X_LABELS[axis], fontsize=9)
+    axes.locator_params(axis="x", nbins=7, integer=axis != "seconds")
+    if axes.get_xlim()[1] >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _styles(compared: Compared) -> dict[str, tuple[str, str]]:
+    return {
+        arm: (COLOURS[i % len(COLOURS)], STROKES[i // len(COLOURS) % len(STROKES)])
+        for i, arm in enumerate(compared.arms)
+    }
+
+
+def _figure(width: float, height: float) -> Figure:
+    # Not pyplot: it keeps global state and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, target: Path | io.BytesIO, kind: str) -> None:
+    import matplotlib
+
+    # The same numbers make the same file: no date, and names inside that do not change.
+    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.hashsalt": "g2rpo"}):
+        figure.savefig(target, format=kind, dpi=130, metadata=metadata)
+
+
+def write_curves(folder: Path, compared: Compared) -> None:
+    """FOLDER/curves.png and .svg: a row a metric, a column an axis."""
+    metrics, styles = compared.metrics(), _styles(compared)
+    lines = -(-len(compared.arms) // 3)
+    figure = _figure(15.0, 2.9 * len(metrics) + 0.25 * lines + 0.4)
+    said: dict[str, Any] = {}
+    for row, metric in enumerate(metrics):
+        found = bands_of(compared, metric)
+        for column, axis in enumerate(AXES):
+            axes = figure.add_subplot(len(metrics), len(AXES), row * len(AXES) + column + 1)
+            _draw(axes, found, styles, axis)
+            said |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+            if column == 0:
+                axes.set_ylabel(_plain(title_of(metric).replace(", ", "\n")), fontsize=9)
+                axes.set_title(meaning(found), fontsize=7, color="#555555", loc="left")
+    figure.legend(
+        list(said.values()), list(said), loc="outside upper left", ncols=3, fontsize=9, frameon=False
+    )
+    for kind in ("png", "svg"):
+        unfinished = folder / f"curves.tmp.{kind}"
+        _save(figure, unfinished, kind)
+        os.replace(unfinished, folder / f"curves.{kind}")
+
+
+def _panel(compared: Compared, metric: str, axis: str) -> str:
+    """One panel as an <img> that carries its SVG."""
+    figure = _figure(4.4, 3.0)
+    found = bands_of(compared, metric)
+    _draw(figure.add_subplot(), found, _styles(compared), axis)
+    buffer = io.BytesIO()
+    _save(figure, buffer, "svg")
+    text = f"{title_of(metric)} against {X_LABELS[axis]}: {', '.join(found)}"
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _legend(compared: Compared, metric: str) -> str:
+    found = bands_of(compared, metric)
+    keys = []
+    for arm, (colour, stroke) in _styles(compared).items():
+        style = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[stroke]
+        n = f"{found[arm].seeds} seed{'s' * (found[arm].seeds > 1)}" if arm in found else "not measured"
+        key = f'<i style="border-top:3px {style} {colour}"></i>'
+        keys.append(f"<span>{key}{html.escape(arm)} <small>({n})</small></span>")
+    return f'<p class="legend">{"".join(keys)}</p>'
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], kind: str) -> str:
+        first, *others = (html.escape(cell) for cell in cells)
+        scope = "row" if kind == "td" else "col"
+        rest = "".join(f"<{kind}>{cell}</{kind}>" for cell in others)
+        return f'<tr><th scope="{scope}">{first}</th>{rest}</tr>'
+
+    body = "".join(row(cells, "td") for cells in table.rows)
+    note = f"<p><small>{html.escape(table.note)}</small></p>" if table.note else ""
+    head = row(table.heads, "th")
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>{note}'
+
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1c2530;
+  margin: 0 auto; max-width: 76rem; padding: 1rem; background: #fff; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid #d8dee6; padding-bottom: .25rem; }
+h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; color: #4a5665; }
+p { max-width: 52rem; } small { color: #5b6775; }
+.warning { background: #fff4e0; border-left: 4px solid #e69f00; padding: .5rem .8rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0; }
+.legend i { display: inline-block; width: 1.6rem; margin: 0 .4rem .25rem 0; }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16rem, 100%), 1fr)); gap: .5rem; }
+.panels img { width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #e3e8ee; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } tbody th { font-weight: 600; }
+thead th { background: #f3f6f9; font-weight: 600; white-space: normal; vertical-align: bottom; }
+details { margin: .6rem 0; } summary { cursor: pointer; color: #2b5f8f; }
+pre { background: #f3f6f9; padding: .7rem; overflow-x: auto; font-size: .82rem; }
+""".strip()
+
+
+def write_page(
+    path: Path, compared: Compared, values: Sequence[Table], reached: Sequence[Table], others: Sequence[Table]
+) -> None:
+    """index.html: pictures and tables inside it, nothing fetched. `values`, `reached`: one a metric."""
+    names = " · ".join(compared.arms)
+    parts = [f"<h1>{html.escape(names)}</h1>"]
+    count = sum(len(runs) for runs in compared.arms.values())
+    parts.append(f"<p><small>g2rpo compare: {len(compared.arms)} arms, {count} runs.</small></p>")
+    if amiss := warning(compared):
+        parts.append(f'<p class="warning">{html.escape(amiss)}</p>')
+    parts.append("<details><summary>How to read this</summary>")
+    parts += [f"<p>{html.escape(text)}</p>" for text in how_to_read(compared)]
+    parts.append("</details>")
+    for i, metric in enumerate(compared.metrics()):
+        parts.append(f"<section><h2>{html.escape(values[i].title)}</h2>{_legend(compared, metric)}")
+        panels = "".join(f"<div>{_panel(compared, metric, axis)}</div>" for axis in AXES)
+        said = meaning(bands_of(compared, metric))
+        if metric.startswith(SMOOTHED):
+            said += f"; trailing mean of {compared.window} iterations"
+        parts.append(f'<div class="panels">{panels}</div><p><small>{html.escape(said)}.</small></p>')
+        parts.append(_table(values[i]))
+        if reached:
+            parts.append(f"<h3>Who reaches whose best</h3>{_table(reached[i])}")
+        parts.append("</section>")
+    parts += [f"<section><h2>{html.escape(t.title)}</h2>{_table(t)}</section>" for t in others]
+    commands = html.escape("\n".join(compared.commands))
+    parts.append(f"<section><h2>Commands</h2><pre>{commands}</pre></section>")
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(names)}</title><style>{STYLE}</style>"
+    )
+    body = "\n".join(parts)
+    whole(path, f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n')

@@ -1,0 +1,162 @@
+"""A recipe and overrides -> checked Settings, and back.
+
+    recipe (TOML)  <  key=value overrides  ->  load_settings  ->  Settings
+    settings.to_toml()  ->  RUN/config.toml  ->  read_settings(RUN) == settings.resolved()
+
+An unknown key, a value out of range or an option without effect is a ValueError that says what to write.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
+from g2rpo.config.settings import Settings
+from g2rpo.runtime.text import did_you_mean
+
+__all__ = ["Settings", "load_settings", "read_settings", "check_same_run"]
+
+ALIASES = {"steps": "iterations"}
+
+# What other trainers call it: too far from our names for a spelling match.
+CALLED_ELSEWHERE = {
+    "learning_rate": "lr",
+    "output_dir": "out",
+    "num_generations": "group_size",
+    "beta": "kl_beta",
+    "max_train_steps": "iterations",
+    "batch_size": "prompts_per_iteration",
+}
+
+HINTS = {
+    "group_size": "; a group needs at least 2 images to compare (the paper's 12 is a good start)",
+    "granularities": "; 1 walks every step, 2 every second one (the paper uses [1, 2, 3])",
+}
+
+
+# Options of a reward by which it is reached, not what it says.
+REWARD_MAY_CHANGE = (
+    "servers", "urls", "headers", "timeout", "concurrency", "retries", "backoff", "api_key_env", "check",
+    "batch", "offload",
+)  # fmt: skip
+
+# What an evaluation's numbers depend on besides the run and its rewards.
+EVALUATION = ("eval_prompts", "num_eval_prompts", "eval_num_steps")
+
+# These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
+MAY_CHANGE = (
+    "iterations", "stop_after", "resume", "out", "device", "tensorboard", "checkpoint_every", "keep_last",
+    "keep_every", "keep_best", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards",
+    "eval_num_steps", "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
+    "compile_blocks", "shard_size",
+)  # fmt: skip
+
+
+def load_settings(
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    check_files: bool = True,
+) -> Settings:
+    """Settings of a recipe with overrides on top.
+
+    Args:
+        recipe: path or shipped name; None = the embedded model's.
+        overrides: `key=value` strings, or a mapping.
+        check_files: also check that prompt files exist and the run folder can be written.
+
+    Raises:
+        ValueError: unreadable recipe, unknown key (with the nearest known one), value out of range, ...
+    """
+    text, name = recipe_text(recipe)
+    on_top = _unalias(parse_overrides(overrides), "the overrides")
+    values = apply_overrides(_unalias(parse_recipe(text, name), name), on_top)
+    settings = _validated(values, name, on_top)
+    if check_files:
+        settings.check_files()
+    return settings
+
+
+def read_settings(run: str | Path) -> Settings:
+    """Settings of a run folder, from its config.toml."""
+    path = Path(run).expanduser() / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run folder: it holds no config.toml")
+    return load_settings(path, check_files=False)
+
+
+def identity(settings: Settings) -> dict[str, Any]:
+    """What two runs must share to be parts of one run."""
+    values = settings.resolved().model_dump()
+    kept = {key: value for key, value in values.items() if key not in MAY_CHANGE}
+    kept["reward_options"] = judge_options(settings, settings.rewards)
+    return kept
+
+
+def evaluation_identity(settings: Settings) -> dict[str, Any]:
+    """What two runs must share for their evaluations to be of one kind; {} without evaluations."""
+    if not settings.eval_every or not settings.eval_prompts:
+        return {}
+    kept: dict[str, Any] = {key: getattr(settings, key) for key in EVALUATION}
+    return kept | {"reward_options": judge_options(settings, settings.eval_rewards)}
+
+
+def judge_options(settings: Settings, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Of these rewards the options that decide what they say."""
+    return {name: deciding(options) for name, options in settings.reward_options.items() if name in names}
+
+
+def deciding(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a reward's options those that decide what it says."""
+    return {key: value for key, value in options.items() if key not in REWARD_MAY_CHANGE}
+
+
+def check_same_run(saved: Settings, given: Settings) -> None:
+    """Raises ValueError, naming every difference, unless `given` may go on where `saved` stopped."""
+    before, now = identity(saved), identity(given)
+    differences = [
+        f"  {key}: {before[key]!r} there, {now[key]!r} given" for key in now if before[key] != now[key]
+    ]
+    if differences:
+        raise ValueError(
+            f"{given.out} holds a run with other settings, which cannot go on with these:\n"
+            + "\n".join(differences)
+            + "\nGive the same settings, or another out=FOLDER."
+        )
+
+
+def _unalias(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for alias, name in ALIASES.items():
+        if alias in values and name in values:
+            raise ValueError(f"{where}: {alias} and {name} are the same setting; give one")
+    return {ALIASES.get(key, key): value for key, value in values.items()}
+
+
+def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any]) -> Settings:
+    given = {key.partition(".")[0] for key in overrides}
+    try:
+        # None in an override means "the default", which for some fields is not None.
+        return Settings.model_validate({key: value for key, value in values.items() if value is not None})
+    except ValidationError as error:
+        lines: dict[str, str] = {}  # by key: a value that could have been a number or a list fails twice
+        for problem in error.errors():
+            key = str(problem["loc"][0]) if problem["loc"] else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            source = "override" if key in given else recipe
+            if problem["type"] == "extra_forbidden":
+                lines[key] = f"{source}: no setting is called {key!r}{_nearest(key)}"
+            elif key in lines:
+                lines[key] = f"{lines[key]}, or: {message}"
+            elif key:
+                lines[key] = f"{source}: {key} = {values.get(key)!r}: {message}{HINTS.get(key, '')}"
+            else:
+                lines[key] = f"{recipe}{' with overrides' if given else ''}: {message}"
+        raise ValueError("\n".join(lines.values())) from error
+
+
+def _nearest(key: str) -> str:
+    if key in CALLED_ELSEWHERE:
+        return f"; here it is {CALLED_ELSEWHERE[key]!r}"
+    return did_you_mean(key, [*Settings.model_fields, *ALIASES])

@@ -1,0 +1,1 @@
+"""What a run will need: forwards, memory, disk and time, before anything is loaded."""

@@ -1,0 +1,341 @@
+"""What a run will cost, before any weight is loaded: the content of `g2rpo plan`.
+
+    forwards    counted by the plans themselves (Plan.nfe), over the whole run
+    FLOPs       torch's counter on the model without storage; backward = 2 forwards
+    memory      by phase, see memory.py; measured peaks beside it in docs/flux.md
+    time        forwards x seconds per forward: given, measured or from a table (speeds.py), never guessed
+
+Of rewards the published models' weights and times are known (memory.py, speeds.py); those of others are
+measured or left out.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from g2rpo.algorithms.base import coarse_tails
+from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.config.recipe import toml_value
+from g2rpo.config.settings import Settings
+from g2rpo.costs.memory import (
+    USABLE,
+    Memory,
+    changes_that_help,
+    chosen_rollout_batch,
+    forwards_per_sample,
+    memory_of,
+    run_plans,
+    trained_params,
+)
+from g2rpo.costs.speeds import LEAST_PARAMS, Speeds, given, rates_of
+from g2rpo.models.flux.shape import FluxShape, flux_shape
+from g2rpo.rollouts.plan import Plan
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All figures of a plan. Sizes in bytes, times in seconds.
+
+    Attributes:
+        shape: of the model.
+        forwards: mean per iteration, over all processes, by part: anchor, sde, tails, total, update.
+        images: decoded and scored per iteration, over all processes, each distinct one once.
+        eval_forwards: of all evaluations, sample grids and the comparison of the run.
+        trained_params: numbers that the optimizer moves.
+        memory: on each process's device, by phase and part (memory.py).
+        disk: by part.
+        flops: of the whole run: rollout, update, evaluations, and the decoding of both.
+        seconds: of an iteration by part; empty without a figure for a forward.
+        run_seconds: of the whole run; None likewise.
+        released_gpu_hours: of the same run's forwards alone as the released code does them (every evaluation,
+            one sample each, parameters gathered for it); None where that was not measured on this GPU.
+        rollout_batch: samples of a forward, chosen where the settings say auto.
+        speeds: behind the times.
+        notes: what a person should know, such as granularities that coincide.
+    """
+
+    shape: FluxShape
+    forwards: dict[str, float]
+    images: float
+    eval_forwards: int
+    trained_params: int
+    memory: Memory
+    disk: dict[str, int]
+    flops: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    run_seconds: float | None = None
+    num_processes: int = 1
+    released_gpu_hours: float | None = None
+    rollout_batch: int = 1
+    speeds: Speeds | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most, in the phase that takes most."""
+        return self.memory.peak
+
+
+def plan_costs(
+    settings: Settings,
+    *,
+    num_processes: int = 1,
+    seconds_per_forward: float | None = None,
+    speeds: Speeds | None = None,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    num_prompts: int | None = None,
+) -> Costs:
+    """Figures of a run with these settings.
+
+    Args:
+        num_processes: over which the groups of an iteration are divided, and trained weights sharded.
+        seconds_per_forward: the network's, of one image on one device, if that is all that is known.
+        speeds: what is known better, see speeds.py.
+        gpu: name of the kind of device, for the comparison with the released code.
+        memory_bytes: of a device; what does not fit, and which setting would, becomes a note. Needed with
+            rollout_batch="auto".
+        num_prompts: in the prompt source; bounds the embedding cache.
+
+    Raises:
+        ValueError: a model or settings that do not exist or fit, or groups that cannot be divided evenly.
+    """
+    if num_processes < 1 or settings.prompts_per_iteration % num_processes:
+        raise ValueError(
+            f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly among "
+            f"{num_processes} processes; make it a multiple"
+        )
+    if seconds_per_forward is not None and not seconds_per_forward > 0:
+        raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
+    shape = flux_shape(
+        settings.model,
+        resolution=settings.resolution,
+        max_sequence_length=settings.max_sequence_length,
+        lora_targets=settings.lora_targets,
+    )
+    algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+    plans = run_plans(settings, algorithm)
+    trained = trained_params(settings, shape)
+    notes: tuple[str, ...] = ()
+    if settings.rollout_batch == "auto":
+        settings, notes = _with_batch(settings, shape, plans, num_processes, memory_bytes)
+    groups, n = settings.prompts_per_iteration, len(plans)
+    networks = forwards_per_sample(settings)
+    counts = [plan.nfe(settings.group_size, networks) for plan in plans]
+    forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
+    per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
+    images = groups * sum(per_group) / n
+    size, recomputed = settings.group_size, settings.gradient_checkpointing
+    passes = [algorithm.forwards_a_row(plan, size, recomputed) for plan in plans]
+    update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
+    watched = _watched_images(settings, num_prompts)
+    eval_forwards = networks * watched * settings.eval_num_steps
+    forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
+    flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
+    memory = memory_of(settings, shape, plans, num_processes, trained)
+    if speeds is None and seconds_per_forward is not None:
+        speeds = given(shape, seconds_per_forward)
+    seconds: dict[str, float] = {}
+    run_seconds = released_hours = None
+    if speeds is not None:
+        parts = {
+            "rollout": (forwards["total"] - forwards["tails"]) * speeds.forward
+            + forwards["tails"] * speeds.tail,
+            "decode": images * speeds.decode,
+            "reward": images * speeds.reward,
+            "update": update_cost * speeds.update,
+        }
+        seconds = {part: value / num_processes for part, value in parts.items()}
+        watching = eval_forwards * speeds.forward + watched * (speeds.decode + speeds.reward)
+        run_seconds = n * sum(seconds.values()) + watching / num_processes + speeds.once
+    if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > LEAST_PARAMS:
+        naive = networks * groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
+        released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
+    if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
+        notes += ("step_draw=spread goes by the rewards to come: counted as if the steps were drawn evenly",)
+    notes += coinciding_tails(plans, settings)
+    notes += tuple(filter(None, map(coarse_tails, plans)))[:1]
+    if memory_bytes is not None:
+        notes += _fit_notes(settings, shape, plans, num_processes, memory_bytes)
+    return Costs(
+        shape=shape,
+        forwards=forwards,
+        images=images,
+        eval_forwards=eval_forwards,
+        trained_params=trained,
+        memory=memory,
+        disk=_disk(settings, shape, trained, num_prompts),
+        flops=flops,
+        seconds=seconds,
+        run_seconds=run_seconds,
+        num_processes=num_processes,
+        released_gpu_hours=released_hours,
+        rollout_batch=_int(settings.rollout_batch),
+        speeds=speeds,
+        notes=notes,
+    )
+
+
+def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ...]:
+    """A line for each noise step after which two granularities walk the same tail."""
+    granularities = settings.option("granularities")
+    lines = []
+    for plan in dict.fromkeys(plans):
+        for branch in plan.branches:
+            for (i, first), (j, second) in combinations(enumerate(branch.tails), 2):
+                if first == second:
+                    lines.append(
+                        f"after noise step {branch.noise_steps[-1]}, granularities {granularities[i]} and "
+                        f"{granularities[j]} give the same tail: one image, scored once, counts for both"
+                    )
+    return tuple(dict.fromkeys(lines))
+
+
+def rows(costs: Costs) -> list[tuple[str, str, str]]:
+    """(section, item, value) lines for a table."""
+    shape = costs.shape
+    table = [
+        (
+            "model",
+            "image",
+            f"{shape.resolution_px} x {shape.resolution_px} px, {shape.latent_shape[0]} latent tokens",
+        ),
+        ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
+        ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
+        ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP an image"),
+    ]
+    for part, count in costs.forwards.items():
+        item = {"total": "rollout, all", "update": "update (with backward)"}.get(part, f"rollout, {part}")
+        table.append(("forwards an iteration", item, f"{count:,.0f}"))
+    table += [
+        ("images an iteration", "decoded and scored", f"{costs.images:,.0f}"),
+        ("forwards a run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
+        (
+            "compute",
+            "whole run",
+            f"{costs.flops / 1e15:,.0f} PFLOP" if costs.flops > 1e17 else f"{costs.flops / 1e15:,.3g} PFLOP",
+        ),
+    ]
+    table.append(("compute", "samples a rollout forward", f"{costs.rollout_batch:,}"))
+    memory = costs.memory
+    table += [("memory a device, always", part, _size(size)) for part, size in memory.always.items()]
+    table.append(("memory a device, before", "text encoders", _size(memory.encoders)))
+    for phase, parts in memory.phases.items():
+        table += [(f"memory a device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()]
+    peak = f"about {_size(memory.peak)}, in the {memory.peak_phase}"
+    table.append(("memory a device", "peak", peak))
+    table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
+    table += [("time an iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
+    if costs.run_seconds is not None and costs.speeds is not None:
+        table.append(("time an iteration", "all of it", f"{sum(costs.seconds.values()):,.1f} s"))
+        scoring = "" if costs.speeds.reward else ", without scoring"
+        hours = costs.run_seconds / 3600
+        devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""
+        table.append(("time", f"whole run{scoring}", f"{hours:,.2f} h{devices}"))
+        table.append(("time", f"whole run{scoring}", f"{hours * costs.num_processes:,.1f} device hours"))
+        table.append(("time", "figures from", costs.speeds.source))
+    if costs.released_gpu_hours is not None:
+        table.append(("time", "released code's forwards", f"{costs.released_gpu_hours:,.0f} device hours"))
+    return table + [("note", "", note) for note in costs.notes]
+
+
+def _with_batch(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
+) -> tuple[Settings, tuple[str, ...]]:
+    """Settings with a number for rollout_batch="auto", and a note where there is none to give."""
+    unknown = settings.model_copy(update={"rollout_batch": 1})
+    if memory_bytes is None:
+        return unknown, ("rollout_batch=auto is chosen by the device's memory: say which, --memory GB",)
+    trained, usable = trained_params(settings, shape), round(USABLE * memory_bytes)
+    try:
+        batch = chosen_rollout_batch(settings, shape, plans, processes, trained, usable)
+    except ValueError:
+        return unknown, ()  # the notes say what does not fit
+    return settings.model_copy(update={"rollout_batch": batch}), ()
+
+
+def _int(batch: int | str) -> int:
+    assert not isinstance(batch, str)
+    return batch
+
+
+def _watched_images(settings: Settings, num_prompts: int | None) -> int:
+    """Images of evaluations and grids (both ends and every interval) and of the comparison (before, after).
+
+    As if there were as many evaluation prompts as asked for, and none of them repeated or trained on.
+    """
+    n, asked = settings.iterations, settings.compare_images
+    evaluations = 1 + math.ceil(n / settings.eval_every) if settings.eval_every else 0
+    grids = 1 + math.ceil(n / settings.sample_every) if settings.sample_every else 2
+    own = n * settings.prompts_per_iteration
+    sources = [own if num_prompts is None else min(own, num_prompts)]
+    sources += [settings.num_eval_prompts] if settings.eval_prompts else []
+    # Each prompt of a set has as many pictures as the others.
+    sets = [math.ceil(asked / min(asked, found)) * min(asked, found) for found in sources if asked]
+    return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
+
+
+def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
+    master = 8 if settings.precision == "float64" else 4
+    moments = 2 * master  # written in full also where they are kept in 8 bits
+    one = trained * (master + moments + (master if settings.ema_decay else 0))
+    judged = settings.eval_every if settings.keep_best is not None else 0  # each may be the best yet
+    written = settings.iterations // math.gcd(settings.checkpoint_every, judged)
+    kept = min(settings.keep_last, max(written, 1))
+    if settings.keep_every:
+        kept += settings.iterations // settings.keep_every
+    kept += settings.keep_best is not None
+    used = settings.iterations * settings.prompts_per_iteration
+    prompts = min(used, num_prompts) if num_prompts is not None else used
+    row = shape.text_tokens * shape.text_dim + shape.pooled_dim
+    return {
+        "a checkpoint": one,
+        f"checkpoints ({kept} kept, 1 in writing)": (kept + 1) * one,
+        f"embeddings of {prompts:,} prompts": prompts * row * (2 if settings.precision == "bfloat16" else 4),
+        "export": 4 * trained,
+    }
+
+
+def _fit_notes(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
+) -> tuple[str, ...]:
+    """Nothing if it fits; else what is too large and the first change of settings that would fit."""
+
+    def memory(changes: dict[str, Any]) -> Memory:
+        changed = settings.model_copy(update=changes)
+        return memory_of(changed, shape, plans, num_processes, trained_params(changed, shape))
+
+    now = memory({})
+    if now.peak <= memory_bytes:
+        return ()
+    problem = (
+        f"does not fit: about {_size(now.peak)} of {_size(memory_bytes)} during the {now.peak_phase}; "
+        f"the largest part is {now.largest}"
+    )
+    for changes in changes_that_help(settings):
+        if (needed := memory(changes).peak) <= memory_bytes:
+            return (problem, f"would fit, in about {_size(needed)}: {_as_words(changes)}")
+    more = "more processes, " if not settings.lora_rank else ""
+    return (
+        problem,
+        f"no batch size, precision or LoRA rank makes it fit: take {more}a smaller resolution or model",
+    )
+
+
+def _as_words(changes: Mapping[str, Any]) -> str:
+    """As on a command line."""
+    words = [f"{key}={str(v).lower()}" for key, v in changes.items() if key != "reward_options"]
+    for name, options in changes.get("reward_options", {}).items():
+        words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
+    return " ".join(words)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GB:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"

@@ -1,0 +1,274 @@
+"""Memory of a run's device by part and phase: what `g2rpo plan` says before anything is loaded.
+
+Weights, gradients and moments are counted exactly; activations and buffers are estimates. The phases do not
+overlap: gradients are freed before the next rollout, gathered weights exist during the rollout only (in the
+update a block at a time). The text encoders have come and gone before anything else is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from g2rpo.algorithms.base import Algorithm
+from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.config.settings import Settings
+from g2rpo.models.flux.shape import FluxShape, flux_shape
+from g2rpo.rewards.model_reward import AUTO, scoring_dtype
+from g2rpo.rollouts.plan import Plan
+from g2rpo.rollouts.tree import make_tree
+from g2rpo.runtime.processes import gathered, world_size
+
+REWARD_PARAMS = {
+    "hps": 986_109_441,
+    "clip": 986_109_441,
+    "pickscore": 986_109_441,
+    "imagereward": 446_666_465,
+}
+"""Of the published reward models, by name; other rewards are not counted."""
+
+USABLE = 0.9
+"""Share of a device's memory that `rollout_batch = "auto"` plans with: the allocator fragments."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        always: by part, in every phase.
+        phases: phase -> by part, on top.
+        encoders: the text encoders, alone on the device before the run.
+    """
+
+    always: dict[str, int]
+    phases: dict[str, dict[str, int]]
+    encoders: int = 0
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> int:
+        """Bytes in that phase."""
+        run = sum(self.always.values()) + sum(self.phases[self.peak_phase].values())
+        return max(run, self.encoders)
+
+    @property
+    def largest(self) -> str:
+        """The largest part at the peak."""
+        parts = self.always | self.phases[self.peak_phase]
+        return max(parts, key=lambda part: parts[part])
+
+
+def memory_of(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int
+) -> Memory:
+    """What a device of `num_processes` holds.
+
+    Args:
+        plans: of all iterations.
+        trained: parameters that the optimizer moves.
+    """
+    half = settings.precision == "bfloat16"
+    compute = {"bfloat16": 2, "float64": 8}.get(settings.precision, 4)
+    master = max(4, compute)
+    lora = settings.lora_rank > 0
+    shards = min(settings.shard_size or num_processes, num_processes)
+    groups = settings.prompts_per_iteration // num_processes
+    base = shape.transformer_params * compute
+    if settings.base_dtype == "float8":  # modulations and norms stay as they compute
+        base = shape.transformer_params + shape.norm_params * (compute - 1)
+    copies = master * trained // shards
+    moments = 2 * master if settings.optimizer == "adamw" else 2
+    tokens, width = shape.tokens, shape.width
+
+    update_rows = min(settings.update_batch, groups * max(step_rows(settings, plan) for plan in plans))
+    # What the backward needs of a block is about 34 bytes a token and channel in 16 bits (Korthikanti et al.,
+    # arXiv:2205.05198, without the attention matrix, which is never stored); recomputed, its input alone.
+    block = update_rows * tokens * width * 17 * compute
+    networks = forwards_per_sample(settings)  # whose graphs are kept together
+    stored = block * shape.blocks * networks
+    if settings.gradient_checkpointing:
+        stored = block + update_rows * tokens * width * compute * shape.blocks * networks
+    transient = _batch(settings) * row_bytes(settings, shape)
+    latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
+    member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
+    shared_states = 2 * max(p.anchor_evaluations for p in plans)  # states and velocities
+    vae_bytes = compute if settings.device != "cpu" else 4
+    decoding = settings.decode_batch * shape.resolution_px**2 * (3 * 4 + 3 * shape.decoder_width * vae_bytes)
+
+    always = {
+        **({"frozen base": base} if lora else {}),
+        "trained weights": copies,
+        "AdamW moments": moments * trained // shards,
+        **({"EMA": copies} if settings.ema_decay else {}),
+        **({"reference weights": copies} if settings.option("kl_beta") and not lora else {}),
+        "VAE": shape.vae_params * vae_bytes,
+        **({"rewards": judges} if (judges := reward_bytes(settings)) else {}),
+    }
+    resident = compute * trained if num_processes > 1 or (half and not lora) else 0
+    low = shape.transformer_params - shape.norm_params if settings.tails_precision == "float8" else 0
+    one_block = compute * trained // shape.blocks * 2 if num_processes > 1 else resident
+    phases = {
+        "rollout": {
+            **({f"weights in {settings.precision}": resident} if resident else {}),
+            **({"weights in float8": low} if low else {}),
+            "latents": groups * latent * (settings.group_size * member_states + shared_states),
+            "activations, decoding": max(transient, decoding),
+            **({"rewards that come to score": judges} if (judges := reward_bytes(settings, "cpu")) else {}),
+        },
+        "update": {
+            "gradients": copies,
+            **({f"weights in {settings.precision}": one_block} if one_block else {}),
+            "activations": stored,
+        },
+    }
+    return Memory(always, phases, shape.text_params * compute)
+
+
+def reward_bytes(settings: Settings, offload: str = "none") -> int:
+    """Weights of reward models that stay on the device ("none"), or come to score and go again ("cpu")."""
+    total = 0
+    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
+        options = settings.reward_options.get(name, {})
+        if name in REWARD_PARAMS and options.get("offload", "none") == offload:
+            dtype = scoring_dtype(options.get("dtype", AUTO), settings.device)
+            total += REWARD_PARAMS[name] * dtype.itemsize
+    return total
+
+
+def row_bytes(settings: Settings, shape: FluxShape) -> int:
+    """What one sample of a rollout forward takes for a while, beside the weights.
+
+    One block's q, k, v, MLP (4 widths, twice), their joint output and the residual; compiled, what is fused
+    is never stored (170 MB a sample of FLUX.1-dev at 720 x 720 were measured, by 4, 12 and 24 samples).
+    """
+    compute = {"bfloat16": 2, "float64": 8}.get(settings.precision, 4)
+    widths = 11 if settings.compile_blocks else 16
+    return shape.tokens * shape.width * widths * compute
+
+
+def chosen_rollout_batch(
+    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int, usable: int
+) -> int:
+    """The largest rollout_batch whose rollout fits into `usable` bytes; at most the largest wave of the run.
+
+    Raises:
+        ValueError: not even one sample fits.
+    """
+    groups = settings.prompts_per_iteration // num_processes
+    waves = (len(wave.positions) for plan in dict.fromkeys(plans) for wave in make_tree(plan).waves[1:])
+    most = groups * settings.group_size * max(waves, default=1)
+    one = settings.model_copy(update={"rollout_batch": 1})
+    memory = memory_of(one, shape, plans, num_processes, trained)
+    rest = sum(memory.always.values()) + sum(memory.phases["rollout"].values())
+    rest -= memory.phases["rollout"]["activations, decoding"]
+    room = usable - rest
+    if room < row_bytes(settings, shape):
+        raise ValueError(
+            f"rollout_batch=auto: without any sample the rollout takes about {rest / 1e9:.1f} GB, and "
+            f"{max(usable, 0) / 1e9:.1f} GB are free; `g2rpo plan` names settings that fit"
+        )
+    return min(most, room // row_bytes(settings, shape))
+
+
+def agreed_rollout_batch(settings: Settings, device: torch.device, before: int | None = None) -> int:
+    """The run's rollout_batch, the same on all processes: as set, or the largest that fits on each of them.
+
+    Args:
+        before: what an earlier part of the run took; kept as long as it fits, so that numbers repeat.
+    """
+    if settings.rollout_batch != "auto":
+        return settings.rollout_batch
+    shape = flux_shape(
+        settings.model,
+        resolution=settings.resolution,
+        max_sequence_length=settings.max_sequence_length,
+        lora_targets=settings.lora_targets,
+    )
+    plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
+    trained = trained_params(settings, shape)
+    usable = round(USABLE * free_memory(device))
+    found = min(gathered(chosen_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
+    return found if before is None else min(found, before)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a device that are free for tensors yet to come."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
+    """The plan of every iteration: a window moves, and with it the counts."""
+    return [
+        algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
+        for train_step in range(settings.iterations)
+    ]
+
+
+def trained_params(settings: Settings, shape: FluxShape) -> int:
+    """Numbers that the optimizer moves."""
+    return shape.lora_params_per_rank * settings.lora_rank or shape.transformer_params
+
+
+def _batch(settings: Settings) -> int:
+    return 1 if settings.rollout_batch == "auto" else settings.rollout_batch
+
+
+def forwards_per_sample(settings: Settings) -> int:
+    """Network forwards behind one velocity: two with true classifier-free guidance."""
+    return 1 if settings.true_cfg == 1 else 2
+
+
+def step_rows(settings: Settings, plan: Plan) -> int:
+    """Most rows of one group in one optimizer step: those of all noise steps, of one, or of some members."""
+    rows, size = plan.nfe(settings.group_size)["update"], settings.group_size
+    update = settings.option("update")
+    if isinstance(update, int) and not plan.shares_rows:
+        return rows // size * math.ceil(size / min(size, update))
+    if update != "per_step" or len(plan.noise_steps) == 1:
+        return rows
+    # Where members draw the steps that they train, all of them may draw the same one.
+    return settings.group_size if plan.num_trained is not None else rows // len(plan.noise_steps)
+
+
+def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
+    """Changes of settings to try when a run does not fit, mildest first.
+
+    Resident networks of rewards: that they wait in main memory comes first, and with each of the rest.
+    """
+    names = ("rollout_batch", "decode_batch", "update_batch")
+    batches: dict[str, Any] = dict.fromkeys(names, 1)
+    lora: dict[str, Any] = {"precision": "bfloat16", "lora_rank": settings.lora_rank or 64}
+    checkpointing = {"gradient_checkpointing": True}
+    found = [
+        {name: max(1, getattr(settings, name) // 4) for name in names if getattr(settings, name) != "auto"},
+        checkpointing,
+        {**batches, **checkpointing},
+        {**batches, **checkpointing, "precision": "bfloat16"},
+        {**batches, **checkpointing, "precision": "bfloat16", "optimizer": "adamw8bit"},
+        {**lora, **checkpointing},
+        {**batches, **checkpointing, **lora},
+        {**batches, **checkpointing, **lora, "lora_rank": min(settings.lora_rank or 64, 16)},
+        {**batches, **checkpointing, **lora, "base_dtype": "float8"},
+    ]
+    if not reward_bytes(settings):
+        return found
+    waiting = dict(settings.reward_options)
+    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
+        if name in REWARD_PARAMS:
+            waiting[name] = {**waiting.get(name, {}), "offload": "cpu"}
+    offload = {"reward_options": waiting}
+    return [offload, *(one for change in found for one in (change, {**change, **offload}))]

@@ -1,0 +1,1 @@
+"""Prompt files, the stream of prompts of a run, and their text embeddings."""

@@ -1,0 +1,1 @@
+"""Scoring models and folders of images, during a run and after it."""

@@ -1,0 +1,1 @@
+"""Opening any saved model, sampling from it, and image files."""

@@ -1,0 +1,117 @@
+"""What can be known of a model before it is opened: whether it is there, its label, its state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from g2rpo.config.load import read_settings
+from g2rpo.inference.open import (
+    CONDITIONS,
+    base_and_files,
+    check_files,
+    check_weights,
+    checkpoint_of,
+    export_record,
+    is_weights,
+    run_of,
+)
+from g2rpo.models.loading.files import local_folder, transformer_config
+from g2rpo.run.folder import BEST
+
+
+def check_model(model: str, base: str | None = None) -> None:
+    """Whether `open_policy` can find a model; of one on the hub a configuration file is fetched.
+
+    Bare weights, and those that a run of adapters began with, are checked as loading would check them.
+
+    Raises:
+        ValueError: no such model, a run without a checkpoint, weights without a base, or weights that cannot
+            be put onto it.
+    """
+    path = Path(model).expanduser()
+    run = run_of(path)
+    if run is not None:
+        found = checkpoint_of(path, run)
+        if found is None or not found.is_dir():
+            raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
+        settings = read_settings(run)
+        if settings.lora_rank:  # else its checkpoint holds all weights
+            check_weights(settings)
+        return
+    if not is_weights(path):
+        transformer_config(str(local_folder(path) if path.is_dir() else model))
+        return
+    check_files(*base_and_files(path, base))
+
+
+def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list[str]:
+    """A short name for each model, different for each, that a folder may have.
+
+    Args:
+        given: names to take instead.
+
+    Raises:
+        ValueError: no models, or other than one given name each.
+    """
+    if not models:
+        raise ValueError("no models: name at least one, such as tiny")
+    if given is not None and (len(given) != len(models) or not all(name.strip() for name in given)):
+        raise ValueError(f"{len(given)} labels for {len(models)} models; give one each, with commas between")
+    found: list[str] = []
+    for wanted in given if given is not None else map(_short, models):
+        name = re.sub(r"[^\w.@+-]+", "_", wanted.strip()).strip("._") or "model"
+        name = re.sub(r"\.(?=(csv|json|md|png)$)", "_", name)  # as the files beside it are called
+        label, number = name, 1
+        while label in found:
+            number += 1
+            label = f"{name}-{number}"
+        found.append(label)
+    return found
+
+
+def _short(model: str) -> str:
+    path = Path(model)
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}_{path.name}"
+    if path.name == BEST and path.parent.name and not path.expanduser().is_dir():
+        return f"{_short(str(path.parent))}_{BEST}"
+    if path.name.isdigit() and path.parent.name:  # of a comparison: ARM/SEED
+        return f"{path.parent.name}_{path.name}"
+    if path.name in ("export", "") and path.parent.name:
+        return path.parent.name
+    if path.name == f"export_{BEST}":
+        return f"{path.parent.name}_{BEST}"
+    return path.stem if path.suffix == ".safetensors" else path.name
+
+
+def own_conditions(model: str) -> dict[str, Any]:
+    """What a run or an export says that it is drawn with; {} for other models."""
+    path = Path(model).expanduser()
+    run = run_of(path)
+    if run is not None:
+        settings = read_settings(run)
+        own = {name: getattr(settings, name) for name in CONDITIONS}
+    else:
+        record = export_record(path)
+        own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
+        own |= {name: record[name] for name in ("guidance", "resolution") if name in record}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def model_state(model: str) -> str:
+    """Changes when a model on this disk does: a run's newest checkpoint; sizes and times of weight files."""
+    path = Path(model).expanduser()
+    run = run_of(path)
+    if run is not None:
+        path = checkpoint_of(path, run) or path
+    if not path.exists():
+        return ""
+    weights = [path] if path.is_file() else sorted([*path.rglob("*.safetensors"), *path.rglob("*.distcp")])
+    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in weights]
+    hashed = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    return f"{path.absolute()} {hashed}"

@@ -1,0 +1,141 @@
+"""The strength of adapters: W becomes W + scale B A, where scale is alpha / rank.
+
+A file may state alpha in three ways: as a tensor beside A and B, as PEFT's configuration in its metadata
+(diffusers writes it there), or not at all, which means alpha = rank. Many readers ignore metadata, so
+`g2rpo export` multiplies the scale into B and writes alpha = rank: all three ways then give the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.models.flux.lora_keys import listed
+
+METADATA_KEY = "lora_adapter_metadata"
+_ADVICE = (
+    "alpha is one finite number, 0 or above, and the metadata's ranks are those of the tensors; export again"
+)
+
+
+@dataclass(frozen=True)
+class Strength:
+    """Attributes:
+    scales: name of a layer -> alpha / rank; 1 where there is a problem.
+    problems: what was found, and advice.
+    """
+
+    scales: dict[str, float]
+    problems: list[tuple[str, str]]
+
+
+def strengths(
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    metadata: Mapping[str, str],
+    modules: Mapping[str, str],
+) -> Strength:
+    """The scale of each layer.
+
+    Args:
+        ranks: name of a layer in the file -> rank of its tensors.
+        alphas: the same -> value of its tensor `alpha`, of the layers that have one.
+        metadata: of the safetensors file.
+        modules: name in the file -> name of the module, of the layers that the metadata speaks of.
+    """
+    scales, wrong = dict.fromkeys(ranks, 1.0), []
+    try:
+        config = _configuration(metadata)
+        stated = {name: _stated(config, module, ranks[name]) for name, module in modules.items()}
+    except ValueError as error:
+        return Strength(scales, [(str(error), _ADVICE)])
+    for name, rank in ranks.items():
+        alpha_in_metadata, scale_in_metadata = stated.get(name, (None, 1.0))
+        alpha = alphas.get(name, alpha_in_metadata)
+        if alpha is None:
+            continue
+        if not math.isfinite(alpha) or alpha < 0:
+            wrong.append(f"{name} has alpha {alpha:g}")
+        elif name in alphas and alpha_in_metadata not in (None, alpha):
+            wrong.append(f"{name} has alpha {alpha:g} as a tensor, {alpha_in_metadata:g} in the metadata")
+        else:
+            scales[name] = alpha / rank if name in alphas else scale_in_metadata
+    problems = [(f"{len(wrong)} layers with a wrong alpha: {listed(wrong)}", _ADVICE)] if wrong else []
+    return Strength(scales, problems)
+
+
+def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """PEFT's configuration in a file's metadata; {} where there is none."""
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{METADATA_KEY} in its metadata is not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{METADATA_KEY} in its metadata is no JSON object, but a {type(config).__name__}")
+    own = {key.removeprefix("transformer."): v for key, v in config.items() if key.startswith("transformer.")}
+    return own or config
+
+
+def _stated(config: Mapping[str, Any], module: str, rank: int) -> tuple[float | None, float]:
+    """Alpha of a module by PEFT's configuration, None where it states none, and its scale."""
+    stated_rank = _of_module(config, "rank_pattern", "r", module)
+    if stated_rank not in (None, rank):
+        raise ValueError(f"its metadata gives {module} rank {stated_rank}, its tensors have rank {rank}")
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+    if alpha is None:
+        return None, 1.0
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise ValueError(f"its metadata gives {module} alpha {alpha!r}")
+    return float(alpha), alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """A value of a module: of the first of PEFT's patterns that matches the end of its name, else of all."""
+    given = config.get(patterns) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{patterns} in its metadata is no JSON object, but {given!r}")
+    for pattern, value in given.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ValueError(f"{patterns} in its metadata has the pattern {pattern!r} ({error})") from error
+    return config.get(default)
+
+
+# ---- writing
+
+
+def adapters_at_strength_1(module: Any) -> dict[str, Tensor]:
+    """LAYER.lora_A.weight and LAYER.lora_B.weight, float32 on the CPU, each scale multiplied into its B.
+
+    Args:
+        module: a network with PEFT's adapters, whose ranks, alphas and rsLoRA may differ from layer to layer.
+    """
+    from peft import get_peft_model_state_dict
+
+    layers = {
+        name: layer for name, layer in module.named_modules() if "default" in getattr(layer, "scaling", {})
+    }
+    scaled = {}
+    for key, value in get_peft_model_state_dict(module, adapter_name="default").items():
+        layer, is_b, _ = key.partition(".lora_B.")
+        value = value.detach().cpu().to(torch.float32)
+        scaled[key] = value * float(layers[layer].scaling["default"]) if is_b else value
+    return scaled
+
+
+def metadata_at_strength_1(config: Mapping[str, Any]) -> dict[str, Any]:
+    """PEFT's configuration of `adapters_at_strength_1`: alpha is the rank in each layer."""
+    patterns = dict(config.get("rank_pattern") or {})
+    return {**config, "lora_alpha": config["r"], "alpha_pattern": patterns, "use_rslora": False}

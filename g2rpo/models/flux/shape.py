@@ -1,0 +1,174 @@
+"""A FLUX model's sizes from its configuration files alone: no weight is read or downloaded.
+
+Networks are built without storage (torch's meta device); parameters are counted on them and the
+floating-point operations of a forward by torch's own counter (multiply and add are two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from g2rpo.models.flux.known import FLUX_1_DEV, KNOWN
+from g2rpo.models.flux.latents import checked_resolution
+from g2rpo.models.flux.random import is_random, random_configs
+from g2rpo.models.flux.text import checked_length
+from g2rpo.models.flux.weights import lora_layers
+from g2rpo.models.loading.files import config_folder, read_json
+from g2rpo.models.tiny import is_tiny, tiny_folder
+
+
+@dataclass(frozen=True)
+class FluxShape:
+    """Sizes of a model at one resolution.
+
+    Attributes:
+        resolution_px: side of the image.
+        latent_shape: (L, C) tokens and channels of a packed latent.
+        text_tokens, text_dim, pooled_dim: of a prompt's embedding.
+        width, blocks: of the transformer, for activation estimates.
+        transformer_params, vae_params, text_params: numbers of parameters.
+        norm_params: of the transformer's norms and modulations, which an 8-bit base keeps as they compute.
+        lora_params_per_rank: of adapters on their targets (attention and MLP linears), per unit of rank.
+        forward_flops, decode_flops: for one image.
+        decoder_width: channels of the VAE decoder at full resolution.
+    """
+
+    resolution_px: int
+    latent_shape: tuple[int, int]
+    text_tokens: int
+    text_dim: int
+    pooled_dim: int
+    width: int
+    blocks: int
+    transformer_params: int
+    norm_params: int
+    vae_params: int
+    text_params: int
+    lora_params_per_rank: int
+    forward_flops: int
+    decode_flops: int
+    decoder_width: int
+
+    @property
+    def tokens(self) -> int:
+        """Image and text tokens, the length that attention sees."""
+        return self.latent_shape[0] + self.text_tokens
+
+
+def flux_shape(
+    name: str | Path,
+    *,
+    resolution: int | None = None,
+    max_sequence_length: int | None = None,
+    lora_targets: Sequence[str] | None = None,
+) -> FluxShape:
+    """Sizes of the model `name` (as `load_policy` takes it); of a hub model only small files are fetched.
+
+    Raises:
+        ValueError: no such model, not a FLUX, or a resolution or max_sequence_length that it does not take.
+    """
+    configs, token_limit = _configs(str(name))
+    text_tokens = checked_length(max_sequence_length, token_limit, name)
+    side_px, patch_px = checked_resolution(resolution, configs["vae"])
+    targets = None if lora_targets is None else tuple(lora_targets)
+    return _measured(_Frozen(configs), side_px, patch_px, text_tokens, targets)
+
+
+def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
+    """Configuration of each network, and the limit of its second tokenizer."""
+    if name in KNOWN or is_random(name):
+        return KNOWN.get(name) or random_configs(name), 512
+    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind != "FluxPipeline":
+        raise ValueError(f"{folder} is a {kind}; this version plans FluxPipeline models")
+    configs = {part: read_json(folder / part / "config.json") for part in FLUX_1_DEV}
+    tokenizer = read_json(folder / "tokenizer_2" / "tokenizer_config.json")
+    return configs, int(tokenizer.get("model_max_length", 512))
+
+
+class _Frozen:
+    """Configurations as a cache key: counting a 12 B model takes seconds, searches ask often."""
+
+    def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
+        self.configs, self.text = configs, repr(configs)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Frozen) and self.text == other.text
+
+
+@lru_cache(maxsize=32)
+def _measured(
+    frozen: _Frozen, side_px: int, patch_px: int, text_tokens: int, lora_targets: tuple[str, ...] | None
+) -> FluxShape:
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    configs = frozen.configs
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel.from_config(configs["transformer"])
+        vae = AutoencoderKL.from_config(configs["vae"])
+        clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
+        t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"]))
+    side = side_px // patch_px
+    config = transformer.config
+    return FluxShape(
+        resolution_px=side_px,
+        latent_shape=(side * side, int(config.in_channels)),
+        text_tokens=text_tokens,
+        text_dim=int(config.joint_attention_dim),
+        pooled_dim=int(config.pooled_projection_dim),
+        width=int(config.num_attention_heads * config.attention_head_dim),
+        blocks=int(config.num_layers + config.num_single_layers),
+        transformer_params=_parameters(transformer),
+        norm_params=sum(p.numel() for name, p in transformer.named_parameters() if "norm" in name),
+        vae_params=_parameters(vae),
+        text_params=_parameters(clip) + _parameters(t5),
+        lora_params_per_rank=sum(
+            layer.in_features + layer.out_features for layer in lora_layers(transformer, lora_targets)
+        ),
+        forward_flops=_forward_flops(transformer, side * side, text_tokens),
+        decode_flops=_decode_flops(vae, 2 * side),
+        decoder_width=int(vae.config.block_out_channels[0]),
+    )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@torch.no_grad()
+def _forward_flops(transformer: Any, image_tokens: int, text_tokens: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = transformer.config
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        transformer(
+            hidden_states=torch.empty(1, image_tokens, config.in_channels),
+            encoder_hidden_states=torch.empty(1, text_tokens, config.joint_attention_dim),
+            pooled_projections=torch.empty(1, config.pooled_projection_dim),
+            timestep=torch.empty(1),
+            img_ids=torch.empty(image_tokens, 3),
+            txt_ids=torch.empty(text_tokens, 3),
+            guidance=torch.empty(1) if config.guidance_embeds else None,
+        )
+    return counter.get_total_flops()
+
+
+@torch.no_grad()
+def _decode_flops(vae: Any, side: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        vae.decode(torch.empty(1, vae.config.latent_channels, side, side))
+    return counter.get_total_flops()

@@ -1,0 +1,120 @@
+"""FLUX's two frozen text encoders: CLIP for the pooled embedding, T5 for the tokens.
+
+As in FluxPipeline (diffusers): CLIP's pooler output; T5's last hidden state of the prompt padded to
+`max_sequence_length`, without an attention mask, so the outputs at the padding depend on the text too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo.models.loading.files import component_class, fingerprint
+from g2rpo.models.policy import Conditioning
+
+DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES |= dict.fromkeys(("float32", "tf32"), torch.float32)
+"""Of the forwards, by the setting `precision`."""
+
+
+class FluxText:
+    """Text encoders of a folder in diffusers layout; weights are loaded at the first prompt.
+
+    A run whose prompts all lie in the embedding cache never loads them (T5-XXL is 9.5 GB in bfloat16).
+
+    Args:
+        folder: the model's folder.
+        device: where the encoders run.
+        precision: a key of DTYPES: how they run, and a part of `identity`.
+        max_sequence_length: T5 tokens, padding included; None: the smaller of 512 and tokenizer_2's limit.
+
+    Raises:
+        ValueError: a max_sequence_length outside that limit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        precision: str,
+        max_sequence_length: int | None = None,
+    ) -> None:
+        self.folder, self.device, self.precision = folder, device, precision
+        self.dtype = DTYPES[precision]
+        self.tokenizer: Any = component_class(folder, "tokenizer").from_pretrained(folder / "tokenizer")
+        self.tokenizer_2: Any = component_class(folder, "tokenizer_2").from_pretrained(folder / "tokenizer_2")
+        limit = int(self.tokenizer_2.model_max_length)
+        self.max_sequence_length = checked_length(max_sequence_length, limit, folder)
+        self._encoders: tuple[nn.Module, nn.Module] | None = None
+        self._identity: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """Names everything an embedding depends on beside its prompt: files, precision, length."""
+        if self._identity is None:
+            parts = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            files = fingerprint(self.folder / part for part in parts)
+            self._identity = f"flux-text:{files}:{self.precision}:{self.max_sequence_length}"
+        return self._identity
+
+    @torch.no_grad()
+    def encode(self, prompts: list[str]) -> Conditioning:
+        """Embeddings of each prompt: text [N, max_sequence_length, Ct] and pooled [N, Cp].
+
+        One prompt a forward: matrix kernels round differently at other batch sizes, and a row must not
+        depend on which prompts it was encoded with (or whether it came from the cache).
+
+        Raises:
+            ValueError: no prompts.
+        """
+        if not prompts:
+            raise ValueError("no prompts to encode; give at least one")
+        clip, t5 = self._load()
+        text, pooled = [], []
+        for prompt in prompts:
+            pooled.append(clip(self._tokens(self.tokenizer, prompt, self._clip_length())).pooler_output)
+            text.append(t5(self._tokens(self.tokenizer_2, prompt, self.max_sequence_length))[0])
+        return Conditioning(torch.cat(text).to(self.dtype), torch.cat(pooled).to(self.dtype))
+
+    def unload(self) -> None:
+        """Frees the encoders' memory; the next `encode` loads them again."""
+        self._encoders = None
+
+    def _clip_length(self) -> int:
+        return int(self.tokenizer.model_max_length)
+
+    def _tokens(self, tokenizer: Any, prompt: str, length: int) -> Tensor:
+        batch = tokenizer(
+            [prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        )
+        return batch.input_ids.to(self.device)
+
+    def _load(self) -> tuple[nn.Module, nn.Module]:
+        if self._encoders is None:
+            loaded = []
+            for part in ("text_encoder", "text_encoder_2"):
+                encoder = component_class(self.folder, part).from_pretrained(
+                    self.folder / part, dtype=self.dtype
+                )
+                loaded.append(encoder.to(self.device).eval().requires_grad_(False))
+            self._encoders = (loaded[0], loaded[1])
+        return self._encoders
+
+
+def checked_length(asked: int | None, tokenizer_limit: int, model: str | Path) -> int:
+    """T5 tokens of a prompt; None: as many as the tokenizer and FLUX (512) take.
+
+    Raises:
+        ValueError: outside 1 to that.
+    """
+    limit = min(512, tokenizer_limit)
+    if asked is not None and not 1 <= asked <= limit:
+        raise ValueError(
+            f"max_sequence_length={asked} is outside 1..{limit}, the tokens that {model}'s second tokenizer "
+            "and FLUX take"
+        )
+    return limit if asked is None else asked

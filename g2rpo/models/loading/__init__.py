@@ -1,0 +1,1 @@
+"""Files of models: where they are, and reading tensors from them."""

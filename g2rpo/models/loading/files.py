@@ -1,0 +1,145 @@
+"""Where a model's files are: a folder in diffusers layout, or a hub repository fetched into one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g2rpo.models.flux.known import KNOWN, RANDOM
+from g2rpo.models.tiny import is_tiny, tiny_folder
+
+PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
+"""Folders of a FluxPipeline; the single-file copies beside them in FLUX.1-dev (24 GB) are not fetched."""
+
+_WHOLE_FILE_BYTES = 256 * 2**20
+_SAMPLES, _SAMPLE_BYTES = 64, 2**20
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder that holds model `name`: itself if it is one, else the hub's snapshot of it.
+
+    Raises:
+        ValueError: neither a folder nor a hub model that can be reached, or no model inside.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _hub_snapshot(str(name))
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
+            "adapters with diffusers' save_lora_weights, and give that file with its base model"
+        )
+    if not (folder / "model_index.json").is_file():
+        raise ValueError(
+            f"{folder} holds no model_index.json; a model is a folder in diffusers layout "
+            "(model_index.json beside transformer/, vae/, text_encoder/ …), as `g2rpo export` writes it"
+        )
+    return folder
+
+
+def flux_folder(name: str | Path) -> Path:
+    """As `local_folder`, of a pipeline that this version trains; looked at before anything is loaded.
+
+    Raises:
+        ValueError: as there, or another pipeline.
+    """
+    folder = local_folder(name)
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind != "FluxPipeline":
+        raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
+    return folder
+
+
+def config_folder(name: str | Path) -> Path:
+    """As `local_folder`, but of a hub model only the configuration files are fetched."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else _hub_snapshot(str(name), "config.json", "tokenizer_config.json")
+
+
+def transformer_config(name: str) -> Mapping[str, Any]:
+    """Configuration of a model's transformer, as `load_policy` takes the name.
+
+    Raises:
+        ValueError: no such model.
+    """
+    if name in (known := KNOWN | RANDOM):
+        return known[name]["transformer"]
+    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
+    return read_json(folder / "transformer" / "config.json")
+
+
+def _hub_snapshot(name: str, *files: str) -> Path:
+    """The hub's snapshot of a model, with all files of its parts or only those named."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"no model folder {name!r}; give a folder, a hub name such as owner/model, or tiny")
+    patterns = ["model_index.json", "README.md", "LICENSE*"]
+    patterns += [f"{part}/{file}" for part in PARTS for file in files or ("*",)]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"{name!r} is neither a folder here nor a hub model that can be read ({type(error).__name__}); "
+            "check the name, the network, and for gated models (FLUX.1-dev) accept the licence on its page "
+            "and run `hf auth login`"
+        ) from error
+
+
+def component_class(folder: Path, part: str) -> Any:
+    """The transformers class that model_index.json names for `part`, as the stock pipeline reads it."""
+    import transformers
+
+    index = read_json(folder / "model_index.json")
+    if part not in index or index[part][0] != "transformers":
+        raise ValueError(f"{folder / 'model_index.json'} names no transformers class for {part!r}")
+    return getattr(transformers, index[part][1])
+
+
+def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What diffusers' `from_pretrained` calls a dtype: `torch_dtype` until 0.39, where `dtype` is ignored."""
+    from importlib.metadata import version
+
+    major, minor = (int(part) for part in version("diffusers").split(".")[:2])
+    return {"dtype" if (major, minor) >= (0, 40) else "torch_dtype": dtype}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError with the file's name where it is missing or is none."""
+    if not path.is_file():
+        raise ValueError(f"missing {path}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """sha256 over names and contents of all files under `paths`, 64 hex digits.
+
+    Files above 256 MiB count with their size and 64 blocks of 1 MiB spread evenly: a retrained network
+    differs everywhere, and reading 9.5 GB of T5 at each start would cost more than it tells.
+    """
+    digest = hashlib.sha256()
+    for root in paths:
+        files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(root.parent)}:{size};".encode())
+            with file.open("rb") as stream:
+                if size <= _WHOLE_FILE_BYTES:
+                    digest.update(stream.read())
+                    continue
+                for i in range(_SAMPLES):
+                    stream.seek(i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                    digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

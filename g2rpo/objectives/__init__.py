@@ -1,0 +1,1 @@
+"""From rewards to advantages, from advantages to a loss."""

@@ -1,0 +1,153 @@
+"""Rewards: `(images, prompts, metadata) -> scores`, by name or as `module:attribute`.
+
+A score has the units of its paper's tables. NaN means "no score": the sample is left out, never zero.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from g2rpo.rewards.checked import CheckedReward
+from g2rpo.rewards.exits import exits_reported
+from g2rpo.runtime.text import did_you_mean
+
+Metadata = list[dict[str, Any]]
+
+
+class Reward(Protocol):
+    """Scores images against their prompts."""
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
+        """Args: images [N, 3, H, W] in [0, 1], float32; N prompts; what else is known of each prompt.
+
+        Returns: [N], float32, on any device; NaN marks a sample that could not be judged.
+        """
+        ...
+
+
+REWARDS: dict[str, str] = {
+    "verifier": "g2rpo.rewards.verifier:load",
+    "verifier_strict": "g2rpo.rewards.verifier:load_strict",
+    "tiny_clip": "g2rpo.rewards.tiny_clip:load",
+    "tiny_preference": "g2rpo.rewards.tiny_preference:load",
+    "colourfulness": "g2rpo.rewards.colourfulness:load",
+    "ocr": "g2rpo.rewards.ocr:load",
+    "geneval": "g2rpo.rewards.geneval:load",
+    "geneval_strict": "g2rpo.rewards.geneval:load_strict",
+    "unified": "g2rpo.rewards.remote.unified:load",
+    "http": "g2rpo.rewards.remote.http:load",
+    "hps": "g2rpo.rewards.clip.hps:load",
+    "clip": "g2rpo.rewards.clip.clip:load",
+    "pickscore": "g2rpo.rewards.clip.pickscore:load",
+    "imagereward": "g2rpo.rewards.clip.imagereward:load",
+}
+"""Name -> `module:factory`; a factory takes a torch.device and keyword options, and returns a Reward."""
+
+
+Options = Mapping[str, Any]
+
+
+def load_reward(name: str, device: torch.device, options: Options | None = None) -> CheckedReward:
+    """The reward called `name`, or the one at `module:attribute`.
+
+    A custom attribute that is a class is constructed with `device`; any other callable is the reward itself.
+
+    Args:
+        options: keyword arguments of the reward's factory, or of the custom class, after the device.
+
+    Raises:
+        ValueError: an unknown name (with the nearest known one), nothing usable at `module:attribute`, or
+            options that it does not take, or code that ends the program (RewardExited).
+    """
+    with exits_reported(name, "while being made"):
+        return _loaded(name, device, dict(options or {}))
+
+
+def _loaded(name: str, device: torch.device, options: dict[str, Any]) -> CheckedReward:
+    if name in REWARDS:
+        factory = _attribute(REWARDS[name], name)
+        _check_options(name, factory, options)
+        return CheckedReward(name, factory(device, **options), options)
+    if ":" not in name:
+        raise ValueError(
+            f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; "
+            f"known: {', '.join(REWARDS)}, or module:function for your own"
+        )
+    target = _attribute(name, name)
+    if options and not isinstance(target, type):
+        raise ValueError(f"reward {name!r} is a function, which takes no options; make it a class for those")
+    if isinstance(target, type):
+        try:
+            signature = inspect.signature(target)
+        except ValueError as error:  # of a class in C
+            raise ValueError(
+                f"reward {name!r} cannot be made: {error}; name a function, or a class written in Python"
+            ) from error
+        _check_options(name, target, options)
+        try:
+            signature.bind(device, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"reward {name!r} cannot be made: {error}; "
+                "its __init__ takes the device, then options by name"
+            ) from error
+    reward: Any = target(device, **options) if isinstance(target, type) else target
+    if not callable(reward):
+        raise ValueError(f"{name} is a {type(reward).__name__}; a reward must be callable")
+    return CheckedReward(name, reward, options)
+
+
+def load_rewards(
+    names: Iterable[str], device: torch.device | str, options: Mapping[str, Options] | None = None
+) -> dict[str, CheckedReward]:
+    """All named rewards, in the order given (a dict of weights gives its names).
+
+    Args:
+        options: reward name -> its options; names that are not loaded are ignored.
+
+    Raises:
+        ValueError: none given, or one that cannot be loaded.
+    """
+    given = options or {}
+    rewards = {name: load_reward(name, torch.device(device), given.get(name)) for name in names}
+    if not rewards:
+        raise ValueError(f"no rewards given; known: {', '.join(REWARDS)}, or module:function for your own")
+    return rewards
+
+
+def _check_options(name: str, factory: Any, options: Options) -> None:
+    parameters = list(inspect.signature(factory).parameters.values())[1:]  # after the device
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(
+                f"reward {name!r} has no option {option!r}{did_you_mean(option, known)}; {takes}"
+            )
+
+
+def _attribute(target: str, reward: str) -> Any:
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute.isidentifier():
+        raise ValueError(f"{target!r} is not module:attribute, such as my_rewards:brightness")
+    try:
+        with exits_reported(reward, "while its module was imported"):
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but misses one of its own imports is its own error, told as it is.
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise
+        raise ValueError(
+            f"no module {error.name!r} for reward {target!r}, neither in the current folder nor on PYTHONPATH"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"{module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
+    return getattr(module, attribute)

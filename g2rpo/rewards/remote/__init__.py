@@ -1,0 +1,1 @@
+"""Rewards that a server computes."""

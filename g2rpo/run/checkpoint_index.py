@@ -1,0 +1,275 @@
+"""The index of a checkpoint's tensor files, as JSON: reading a checkpoint never runs code from it.
+
+torch.distributed.checkpoint keeps its index as a pickle, `.metadata`, and unpickles whatever it finds there;
+entries that are no tensors are unpickled as well. So a run folder from a stranger could run any program. Here
+
+    tensors.json   name -> dtype, shape, and of each stored chunk its offsets, shape, file, position and bytes
+
+takes the place of `.metadata`, and nothing but tensors goes into the files beside it. The tensors themselves
+are read by `torch.load(weights_only=True)`, which accepts tensors alone.
+
+Checkpoints written by earlier versions have `.metadata`. It is read by an unpickler that knows only the
+classes of torch's own index; the plain values of their optimizer are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from g2rpo.run.folder import INDEX, PICKLED_INDEX, write_synced
+
+FORMAT = 1
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class TensorWriter(dcp.FileSystemWriter):
+    """torch's writer, which leaves `tensors.json` in place of the pickled index."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index; called on one process when all of them have written their files.
+
+        Raises:
+            ValueError: an entry that is not a tensor.
+        """
+        stored = {result.index: result.storage_data for of_process in results for result in of_process}
+        tensors = {name: _entry(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
+        write_synced(Path(self.path) / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
+
+
+class TensorReader(dcp.FileSystemReader):
+    """torch's reader, which takes the index from `read_index`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index in torch's own terms.
+
+        Raises:
+            ValueError: an index that is missing, damaged, or contains code.
+        """
+        return read_index(Path(self.path))
+
+
+class TensorPlanner(dcp.DefaultLoadPlanner):
+    """torch's planner, which refuses what is not a tensor: torch would unpickle it."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.storage_index.fqn} is not a tensor")
+
+
+def read_index(path: Path) -> Metadata:
+    """The index of the checkpoint folder `path`.
+
+    Raises:
+        ValueError: it is missing, damaged, or contains code.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        index = path / PICKLED_INDEX
+    if not index.is_file():
+        raise ValueError(f"{path} is not a whole checkpoint: it has no {INDEX}")
+    try:
+        metadata = (_from_json if index.name == INDEX else _from_pickle)(index)
+        for stored in metadata.storage_data.values():
+            _check_inside(stored.relative_path)
+    except _ContainsCode as error:
+        raise ValueError(code_in(index, str(error))) from error
+    except Exception as error:  # what is no index fails in many ways, all of them harmless
+        raise ValueError(f"{index} is damaged ({type(error).__name__}: {error})") from error
+    return metadata
+
+
+def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Fills the given (nested) mappings of tensors in place; names and shapes have been compared before.
+
+    Raises:
+        ValueError: the files are damaged or contain code.
+    """
+    try:
+        with single_process_is_meant():
+            dcp.load(tensors, storage_reader=TensorReader(path), planner=TensorPlanner())
+    except dcp.CheckpointException as error:
+        cause = next((e for e, _ in error.failures.values() if not isinstance(e, KeyboardInterrupt)), None)
+        if cause is None:
+            raise KeyboardInterrupt from error
+        if isinstance(cause, ValueError):
+            raise cause from error
+        if isinstance(cause, pickle.UnpicklingError | RuntimeError | EOFError | OSError):
+            raise _unreadable(path, cause) from error
+        raise
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole and on the CPU, by their dotted names ("module.proj_out.weight").
+
+    Raises:
+        ValueError: not a checkpoint, or files that are damaged or contain code.
+    """
+    entries = read_index(Path(path)).state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load_tensors(Path(path), tensors)
+    return tensors
+
+
+def pickled_values(path: Path) -> dict[str, Any]:
+    """What a checkpoint of an earlier version stored beside tensors: dotted name -> plain value.
+
+    Raises:
+        ValueError: a value that contains code, or a damaged file.
+    """
+    metadata = read_index(path)
+    values = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            stored = metadata.storage_data[MetadataIndex(name)]
+            with open(path / stored.relative_path, "rb") as file:
+                file.seek(stored.offset)
+                content = io.BytesIO(file.read(stored.length))
+            try:
+                values[name] = torch.load(content, weights_only=True)
+            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+                raise _unreadable(path / stored.relative_path, error) from error
+    return values
+
+
+def _entry(name: str, entry: Any, stored: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    """One tensor of the index as JSON."""
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ValueError(f"{name} is not a tensor, and a checkpoint's files hold nothing else")
+    chunks = []
+    for chunk in entry.chunks:
+        place = stored[MetadataIndex(name, chunk.offsets)]
+        chunks.append(
+            {
+                "offsets": list(chunk.offsets),
+                "shape": list(chunk.sizes),
+                "file": place.relative_path,
+                "position": place.offset,
+                "bytes": place.length,
+            }
+        )
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+
+
+def _from_json(index: Path) -> Metadata:
+    content = json.loads(index.read_text(encoding="utf-8"))
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+    entries: dict[str, Any] = {}
+    stored = {}
+    for name, entry in content["tensors"].items():
+        chunks = []
+        for i, chunk in enumerate(entry["chunks"]):
+            offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            stored[MetadataIndex(name, offsets, i)] = filesystem._StorageInfo(
+                chunk["file"], int(chunk["position"]), int(chunk["bytes"])
+            )
+        properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
+        entries[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+    return Metadata(entries, storage_data=stored, storage_meta=dcp_metadata.StorageMeta())
+
+
+def _from_pickle(index: Path) -> Metadata:
+    """The index of an earlier version."""
+    with open(index, "rb") as stream:
+        metadata = _IndexUnpickler(stream).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    return metadata
+
+
+def _check_inside(file: str) -> None:
+    """Raises ValueError unless `file` is a plain file name."""
+    if file in ("", ".", "..") or PurePosixPath(file).name != file:
+        raise ValueError(f"it names the file {file!r}, which is outside its folder")
+
+
+class _ContainsCode(pickle.UnpicklingError):
+    """A pickle that asks for a function or class other than those of an index."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the classes of torch's index and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath"):
+            return PurePosixPath
+        if (known := _INDEX_CLASSES.get((module, name))) is not None:
+            return known
+        raise _ContainsCode(f"{module}.{name}")
+
+
+_INDEX_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        (dcp_metadata.__name__, kind.__name__): kind
+        for kind in (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            TensorProperties,
+            TensorStorageMetadata,
+            dcp_metadata.StorageMeta,
+            dcp_metadata._MEM_FORMAT_ENCODING,
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+
+
+def _unreadable(path: Path, error: BaseException) -> ValueError:
+    """What to say of tensor data that `torch.load(weights_only=True)` does not accept."""
+    if found := re.search(r"GLOBAL (\S+)|unrecognized function (\S+)", str(error)):
+        return ValueError(code_in(path, found[1] or found[2]))
+    return ValueError(f"{path} is damaged: its tensors cannot be read ({type(error).__name__})")
+
+
+def code_in(path: Path, found: str) -> str:
+    """The message for a file that would run code if it were unpickled."""
+    return (
+        f"{path} contains code ({found}), and nothing of it was run. A checkpoint holds tensors and plain "
+        "values alone: do not use this folder, and ask its author for an export (g2rpo export), which is "
+        "safetensors"
+    )
+
+
+@contextmanager
+def single_process_is_meant() -> Iterator[None]:
+    """Silences torch's notice that there is no process group; it comes even where one asks for that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
+        yield

@@ -1,0 +1,1 @@
+"""Processes, randomness, signals, timing, progress and files: what every other package may use."""

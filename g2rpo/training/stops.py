@@ -1,0 +1,43 @@
+"""Errors with which a run ends before its last iteration: why, what is kept, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from g2rpo.config.settings import Settings
+from g2rpo.objectives.stats import invalid_share, why_invalid
+from g2rpo.rollouts.score import Rollout
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.run import RunStopped
+
+
+def not_finite(out: Path, iteration: int, error: Exception) -> RunStopped:
+    """What to tell of an iteration whose gradient is not a number."""
+    kept = latest_checkpoint(out)
+    return RunStopped(
+        f"iteration {iteration}: {error}. "
+        f"{f'The newest checkpoint is {kept}' if kept else 'There is no checkpoint yet'}; "
+        "the same command would end here again: start another out=FOLDER with a lower lr, or look at the "
+        "rewards of that iteration"
+    )
+
+
+def reward_exited(out: Path, step: int, error: Exception) -> RunStopped:
+    """The error of a run whose reward ended the program, after its `step` iterations were saved."""
+    return RunStopped(
+        f"after iteration {step}: {error}. A checkpoint of iteration {step} is in {out}; mend the reward, "
+        "and the same command goes on"
+    )
+
+
+def too_many_invalid(
+    settings: Settings, step: int, rollouts: Sequence[Rollout], errors: Mapping[str, str]
+) -> RunStopped:
+    """The error of a run with too many samples without a reward, after its `step` iterations were saved."""
+    return RunStopped(
+        f"iteration {step + 1}: {invalid_share(rollouts):.0%} of the samples have no reward "
+        f"(max_invalid_fraction={settings.max_invalid_fraction}): "
+        f"{why_invalid(rollouts, list(settings.rewards), errors)}. A checkpoint of iteration "
+        f"{step} is in {Path(settings.out).expanduser()}"
+    )

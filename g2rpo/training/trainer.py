@@ -1,0 +1,351 @@
+"""The training loop: one for every algorithm and every model.
+
+    prompts -> conditioning -> rollout (explore, decode, score) -> advantages -> loss -> update -> metrics
+
+The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run
+writes its folder as it goes and can be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but
+never an update, and leaves a checkpoint from which the same command goes on with the same numbers. A second
+one, seconds later, ends it at once, with the checkpoint before.
+
+Started by torchrun, each process explores its share of an iteration's prompts; what all of them must know
+(rewards, for the advantages and the metrics) is gathered, and the first process writes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g2rpo.algorithms.base import Algorithm
+from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.config.settings import Settings
+from g2rpo.costs.memory import agreed_rollout_batch
+from g2rpo.data.embeddings import EmbeddingCache
+from g2rpo.data.prompts import PromptStream, read_prompts
+from g2rpo.evaluation.before_after import Change, Comparison
+from g2rpo.evaluation.monitor import Schedule, Watcher, write_curves
+from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.inference.open import check_weights, policy_of
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Conditioning
+from g2rpo.models.registry import resolve_device
+from g2rpo.objectives.stats import invalid_share, reward_metrics
+from g2rpo.rewards.exits import RewardExited
+from g2rpo.rewards.registry import CheckedReward, load_rewards
+from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.score import Rollout, score
+from g2rpo.run.best import is_best, mark_best, settle_best
+from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
+from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
+from g2rpo.run.lock import alone, begin
+from g2rpo.run.metrics import MetricsWriter, Progress, read_metrics
+from g2rpo.run.run import Run, checkpoint_to_resume, described, interrupted, mark_finished, started_again
+from g2rpo.runtime.interrupt import interruptible
+from g2rpo.runtime.processes import (
+    agreed,
+    any_process,
+    end_processes,
+    gathered,
+    random_state,
+    rank,
+    seed_everything,
+    sharding_mesh,
+    start_processes,
+    world_size,
+)
+from g2rpo.runtime.timing import Stopwatch, peak_memory
+from g2rpo.training.curriculum import Focus
+from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
+from g2rpo.training.optimizer import follow, holding, learning_rate, make_optimizer, set_learning_rate
+from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
+from g2rpo.training.update import NotFinite, advantages_of, reference_of, rows_of, update
+
+
+def train(settings: Settings) -> Run:
+    """Train as the settings say, or go on where their run folder stopped.
+
+    Raises:
+        ValueError: settings or files that do not fit, or a run at work in the folder, before any model is
+            loaded.
+        RunStopped: too many samples without a reward, a reward whose code ended the program, or a gradient
+            that is not a number.
+    """
+    out = Path(settings.out).expanduser()
+    try:
+        with alone(out):
+            return Trainer(settings).run()
+    except EmbeddingInterrupted:
+        return interrupted(out)
+    finally:
+        end_processes()
+
+
+class Trainer:
+    """State of a run: the policy, its optimizer, and how far it got."""
+
+    def __init__(self, settings: Settings) -> None:
+        settings = settings.resolved()
+        settings.check_files()
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if settings.prompts_per_iteration % processes:
+            raise ValueError(
+                f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly "
+                f"among {processes} processes; make it a multiple, or start fewer"
+            )
+        device = resolve_device(settings.device)
+        start_processes(device)
+        mesh = sharding_mesh(device, settings.shard_size)
+        self.settings = settings
+        self.out = Path(settings.out).expanduser()
+        prompts, report = read_prompts(settings.prompts)
+        eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
+        eval_prompts = eval_prompts[: settings.num_eval_prompts]
+        self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+        self.stream = PromptStream(prompts, settings.seed)
+        self.checkpoint = checkpoint_to_resume(settings)
+        kept = {} if self.checkpoint is None else read_state(self.checkpoint)
+        self.focus = Focus(self.stream, settings.skip_flat, kept.get("focus"))
+        met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
+        self.comparison = Comparison.of(
+            settings.compare_images, settings.eval_num_steps, met, prompts, eval_prompts
+        )
+        if kept.get("iteration", 0) > 0:
+            self.comparison = self.comparison.resumed(self.out)
+        self.prompt_report = "; ".join(filter(None, (str(report), self.comparison.note)))
+
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
+            torch.use_deterministic_algorithms(True)
+        check_weights(settings, mesh)
+        # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
+        names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
+        self.rewards: dict[str, CheckedReward] = agreed(
+            lambda: load_rewards(names, device, settings.reward_options)
+        )
+        embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
+        self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
+        self.policy: FluxPolicy = policy_of(
+            settings,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            compiled=settings.compile_blocks,
+            tails_precision=settings.tails_precision,
+            mesh=mesh,
+        )
+        self.cache = EmbeddingCache(settings.cache)
+        if settings.true_cfg != 1:
+            self.policy.set_negative(self.cache.get(self.policy, [""]))
+        self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
+        self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.parameters.values(), settings)
+        self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
+        self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
+        self.step = 0
+        self.whole = True  # all of the state is that of `step` iterations
+        self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
+        self.watcher = Watcher(
+            self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
+            self.rollout_batch,
+        )  # fmt: skip
+        self.schedule = Schedule.of(settings, prompts, eval_prompts)
+
+    def run(self) -> Run:
+        """The loop."""
+        settings = self.settings
+        if self.checkpoint is not None:
+            state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.focus}
+            state |= {"ema": self.ema} if self.ema else {}
+            self.step = load_checkpoint(self.checkpoint, state)["iteration"]
+        else:  # a checkpoint brings its generators with it
+            seed_everything(settings.seed)
+        last = min(settings.iterations, settings.stop_after or settings.iterations)
+        check_room(self.out, self.parameters, self.ema, last - self.step)
+        notes = ["" if self.checkpoint else started_again(self.out)]
+        begin(self.out, settings)
+        if self.checkpoint is not None:
+            repair_latest(self.out, self.checkpoint)
+        changes: list[Change] = []
+        writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
+        with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
+            self.interrupt, self.random = interrupt, random_state()
+            progress.note(described(settings, self.policy, self.parameters, self.step))
+            notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
+            try:
+                said = agreed(lambda: [reward.describe() for reward in self.rewards.values()])
+                for note in filter(None, (*notes, *said)):
+                    progress.note(note)
+                if self.step == 0 and self.comparison.sets:
+                    progress.note("drawing with the untrained model")
+                    self.comparison.draw_before(self.watcher, self.out)
+                if self._watch(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
+                    self.save(best=True)
+                while self.step < last:
+                    self._iterate(writer, progress)
+                    best = self._watch(writer, progress)
+                    if best or self.step % settings.checkpoint_every == 0 or self.step == last:
+                        began = time.perf_counter()
+                        self.save(best=best)
+                        self.saving = {"seconds_checkpoint": time.perf_counter() - began}
+                        told = f"the best yet by {settings.keep_best}: " if best else ""
+                        progress.note(f"{told}checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
+                    if any_process(interrupt.asked):
+                        raise KeyboardInterrupt
+                if self.step == settings.iterations:
+                    changes = self._after(progress)
+            except KeyboardInterrupt:
+                return self._stopped(progress)
+            except RewardExited as error:  # on all processes, and never amid an update
+                self.save()
+                raise reward_exited(self.out, self.step, error) from error
+            except NotFinite as error:
+                if error.steps_done == 0:  # else the weights are half an update on
+                    self.save()
+                raise not_finite(self.out, self.step + 1, error) from error
+        if rank() == 0:
+            write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
+            if self.step == settings.iterations:
+                mark_finished(self.out, self.step)
+        return Run(self.out, self.step, self.step == settings.iterations, False, changes)
+
+    def _stopped(self, progress: Progress) -> Run:
+        """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
+        try:
+            if self.whole and not self.interrupt.twice:
+                self.save()
+        except KeyboardInterrupt:
+            pass
+        stopped = interrupted(self.out)
+        lost = f" (of {self.step}: not all could be)" if stopped.step < self.step else ""
+        progress.note(f"interrupted; {stopped.step} iterations are saved{lost}, the same command goes on")
+        return stopped
+
+    def _iterate(self, writer: MetricsWriter, progress: Progress) -> None:
+        began, interrupt = time.perf_counter(), self.interrupt
+        with interrupt.deferred(), self.policy.resident():  # all gather the weights together
+            rollouts, cond, told = interrupt.together(self.explore)
+        with interrupt.deferred():  # an update and its line of metrics belong together
+            learned = self.learn(rollouts, cond)
+            metrics = {"step": self.step, "seconds": time.perf_counter() - began, **told, **learned}
+            writer.write(metrics | self.saving | peak_memory(self.policy.device))
+            self.saving = {}
+            self.whole, self.random = True, random_state()
+        progress.update(metrics)
+
+    def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
+        """First half of an iteration: its prompts, what the policy makes of them, what the rewards say.
+
+        Of several processes each explores its share; within `policy.resident()` they communicate nothing.
+        """
+        settings, algorithm = self.settings, self.algorithm
+        stopwatch = Stopwatch(self.policy.device)
+        share = settings.prompts_per_iteration // world_size()
+        positions = self.focus.upcoming(settings.prompts_per_iteration)[rank() * share :][:share]
+        prompts = [self.stream.at(position, 1)[0] for position in positions]
+        texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+        cond = self.cache.get(self.policy, texts)
+        samples = sample(
+            self.policy,
+            self.focus.aimed(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            self.sigmas,
+            cond,
+            group_size=settings.group_size,
+            diffusion=algorithm.diffusion,
+            eta=algorithm.eta,
+            seed=settings.seed,
+            iteration=self.step,
+            prompt_indices=positions,
+            rollout_batch=self.rollout_batch,
+            noise=settings.noise,
+            stopwatch=stopwatch,
+            tails=self.policy.tails,
+        )
+        trained = {name: self.rewards[name] for name in settings.rewards}
+        for reward in trained.values():
+            reward.last_error = None
+        rollouts = score(
+            self.policy, samples, trained, texts, metadata,
+            decode_batch=settings.decode_batch, stopwatch=stopwatch,
+        )  # fmt: skip
+        told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
+        trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
+        a_row = algorithm.forwards_a_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
+        nfe = {
+            "nfe": samples.nfe["total"] * world_size(),
+            "nfe_update": settings.prompts_per_iteration * trained_rows * a_row,
+        }
+        return rollouts, cond, {**nfe, **told}
+
+    def learn(self, rollouts: Sequence[Rollout], cond: Conditioning) -> dict[str, float]:
+        """Second half: advantages, loss, optimizer. Counts the iteration."""
+        settings, algorithm = self.settings, self.algorithm
+        began = time.perf_counter()
+        judged = [one for share in gathered([r.judged() for r in rollouts]) for one in share]
+        self._check_valid(judged)
+        advantages = advantages_of(judged, algorithm, list(settings.rewards.values()))
+        first = rank() * len(rollouts)
+        own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
+        rate = learning_rate(
+            settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
+        )
+        set_learning_rate(self.optimizer, rate)
+        self.whole = False
+        learned = update(
+            self.policy,
+            algorithm,
+            rows_of(rollouts, own),
+            cond,
+            self.sigmas,
+            self.optimizer,
+            max_grad_norm=settings.max_grad_norm,
+            update_batch=settings.update_batch,
+            reference=self.reference,
+        )
+        follow(self.ema, self.parameters, settings.ema_decay, self.step)
+        self.step += 1
+        names = list(settings.rewards)
+        rewards = reward_metrics(judged, names, advantages, algorithm.advantage_clip)
+        rewards |= self.focus.see(judged, advantages, names)
+        return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
+
+    def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
+        if invalid_share(rollouts) > self.settings.max_invalid_fraction:
+            self.save()
+            told = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
+            errors = {name: error for one in told for name, error in one.items()}
+            raise too_many_invalid(self.settings, self.step, rollouts, errors)
+
+    def save(self, best: bool = False) -> None:
+        """A checkpoint of the iterations done, unless it is there already; `best`: RUN/best names it."""
+        latest, judge = latest_checkpoint(self.out), self.settings.keep_best if best else None
+        if latest is not None and latest.name == f"step_{self.step:06d}":
+            return mark_best(self.out, self.step, judge) if judge is not None else None
+        state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
+        state |= {"focus": self.focus, "rollout_batch": self.rollout_batch, "random": self.random}
+        state |= {"ema": self.ema} if self.ema else {}
+        keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
+        with self.interrupt.deferred():  # half a checkpoint is none
+            save_checkpoint(self.out, self.step, state, best=judge, **keep)
+
+    def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> bool:
+        """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
+        judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
+        with self.interrupt.around(holding(self.parameters, self.ema)):
+            evaluated = self.schedule.watch(
+                self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
+            )
+        self.random = random_state()
+        if judge is None or not evaluated:
+            return False
+        return any_process(rank() == 0 and is_best(self.out, judge, self.step))
+
+    def _after(self, progress: Progress) -> list[Change]:
+        """The same pictures as before training, scored again: table, and pairs to look at."""
+        if not self.comparison.sets:
+            return []
+        progress.note("drawing the same with the trained model")
+        with self.interrupt.around(holding(self.parameters, self.ema)):
+            return self.comparison.draw_after(self.watcher, self.out, list(self.settings.rewards))
