@@ -17,14 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.base import g2rpo
+from g2rpo.algorithms.g2rpo import g2rpo
 from g2rpo.data.prompts import read_prompts
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.models.registry import load_policy
+from g2rpo.objectives.advantages import advantages_of
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Samples, sample
 from g2rpo.rollouts.score import Rollout, score
-from g2rpo.training.update import advantages_of
+from g2rpo.runtime.processes import resolve_device
 
 REWARDS = ("tiny_preference", "tiny_clip", "verifier")
 

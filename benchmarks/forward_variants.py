@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.models.registry import load_policy
+from g2rpo.runtime.processes import resolve_device
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},

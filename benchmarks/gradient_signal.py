@@ -47,13 +47,17 @@ from g2rpo.flow.group_noise import group_noise, orthogonal
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.models.registry import load_policy
+from g2rpo.objectives.advantages import advantages_of
+from g2rpo.objectives.batch import rows_of
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Anchor, CountedPolicy, grow, walk_anchor
-from g2rpo.rollouts.plan import Plan, Singular
+from g2rpo.rollouts.plan import Plan
+from g2rpo.rollouts.rules import Singular
 from g2rpo.rollouts.score import Rollout, score
-from g2rpo.runtime.processes import keyed_noise
-from g2rpo.training.update import advantages_of, rows_of, update
+from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.random import keyed_noise
+from g2rpo.training.update import update
 
 REWARDS = ("tiny_preference", "tiny_clip")
 WEIGHTS = ([1.0, 0.0], [0.0, 1.0])  # each reward by itself

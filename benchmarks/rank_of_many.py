@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import g2rpo.runtime.processes
 from g2rpo.config.load import load_settings
-from g2rpo.models.registry import resolve_device
+from g2rpo.runtime.processes import resolve_device
 
 
 def main() -> None:

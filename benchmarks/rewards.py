@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from g2rpo.models.registry import resolve_device
 from g2rpo.rewards.clip import imagereward, networks
 from g2rpo.rewards.clip.base import ClipReward
 from g2rpo.rewards.model_reward import DTYPES, ModelReward, Use
 from g2rpo.rewards.preprocess import crop_transformers, framed, pad, squash
 from g2rpo.rewards.registry import load_reward
+from g2rpo.runtime.processes import resolve_device
 
 NAMES = ("hps", "clip", "pickscore", "imagereward")
 FRAMES = {"hps": pad, "clip": squash, "pickscore": crop_transformers}

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.algorithms.base import g2rpo
+from g2rpo.algorithms.g2rpo import g2rpo
 from g2rpo.flow.schedule import shifted_sigmas, tail
 from g2rpo.flow.sde import transition
 from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Samples, sample
 from g2rpo.rollouts.score import score
@@ -43,10 +43,11 @@ from g2rpo.runtime.processes import (
     end_processes,
     gathered,
     rank,
-    sharding_mesh,
+    resolve_device,
     start_processes,
     world_size,
 )
+from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.runtime.timing import Stopwatch
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE = 16, 3.0, 0.7, 3.5

@@ -7,10 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.algorithms.base import Algorithm, dance_grpo, g2rpo, g2rpo_single, mix_grpo
+from g2rpo.algorithms.base import Algorithm
+from g2rpo.algorithms.dance_grpo import dance_grpo
+from g2rpo.algorithms.g2rpo import g2rpo, g2rpo_single
+from g2rpo.algorithms.mix_grpo import mix_grpo
+from g2rpo.objectives.advantages import advantages_of
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.score import Rollout
-from g2rpo.training.update import advantages_of
 
 T, STEPS = 8, 4
 PLAIN, REFERENCE = "singular {1}", "reference"

@@ -13,8 +13,9 @@ import torch
 
 from g2rpo.data.prompts import read_prompts
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.registry import load_policy, resolve_device
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.models.registry import load_policy
+from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.random import keyed_noise
 
 
 @torch.no_grad()

@@ -25,10 +25,11 @@ from torch import Tensor
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition
 from g2rpo.models.policy import Policy
-from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.models.registry import load_policy
 from g2rpo.rollouts.explore import sample
-from g2rpo.rollouts.plan import Singular
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.rollouts.rules import Singular
+from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.random import keyed_noise
 
 PROMPT, NUM_STEPS, ETA = "two red circles above a blue star", 16, 0.7
 

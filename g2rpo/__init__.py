@@ -11,15 +11,16 @@ Importing the package imports none of its parts: torch and diffusers load where 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from g2rpo.runtime.version import __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from g2rpo.costs.costs import Costs
     from g2rpo.evaluation.evaluate import Evaluated
-    from g2rpo.run.run import Run
+    from g2rpo.training.result import Run
 
-__version__ = "0.1.0"
-__all__ = ["evaluate", "plan", "train"]
+__all__ = ["__version__", "evaluate", "plan", "train"]
 
 
 def train(recipe: "str | Path | None" = None, **overrides: Any) -> "Run":

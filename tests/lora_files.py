@@ -8,7 +8,8 @@ import torch
 
 from g2rpo.config.load import load_settings
 from g2rpo.inference.names import check_model
-from g2rpo.inference.open import check_weights, open_policy
+from g2rpo.inference.open import open_policy
+from g2rpo.models.registry import check_weights
 from g2rpo.setup.verify import verify
 
 LAYER = "transformer_blocks.0.attn.to_q"

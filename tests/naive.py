@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo.models.policy import Policy
 from g2rpo.rollouts.plan import Branch, Plan
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.runtime.random import keyed_noise
 
 
 @dataclass

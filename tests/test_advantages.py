@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from g2rpo.objectives.advantages import group_advantages, pooled_std
-from g2rpo.runtime.processes import keyed_generator
+from g2rpo.runtime.random import keyed_generator
 
 
 def scores(*shape: int, key: int = 0) -> torch.Tensor:

@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.algorithms.base import PRESETS, coarse_tails, dance_grpo, flow_grpo, g2rpo, g2rpo_single, mix_grpo
-from g2rpo.rollouts.plan import EveryStep, Singular, Window
+from g2rpo.algorithms.base import coarse_tails
+from g2rpo.algorithms.dance_grpo import dance_grpo
+from g2rpo.algorithms.flow_grpo import flow_grpo
+from g2rpo.algorithms.g2rpo import g2rpo, g2rpo_single
+from g2rpo.algorithms.mix_grpo import mix_grpo
+from g2rpo.algorithms.presets import PRESETS
+from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
 COMMON = {
     *("num_steps", "shift", "eta", "diffusion", "clip_range"),

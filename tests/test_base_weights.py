@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 from g2rpo.config.load import load_settings
 from g2rpo.config.settings import Settings
 from g2rpo.exporters.export import export_run
-from g2rpo.inference.open import check_weights, open_policy, policy_of
+from g2rpo.inference.open import open_policy
 from g2rpo.models.flux.layout import to_original
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.weights import LORA_FILE
-from g2rpo.runtime.processes import end_processes, sharding_mesh, start_processes, whole
+from g2rpo.models.registry import check_weights, policy_of
+from g2rpo.runtime.processes import end_processes, start_processes
+from g2rpo.runtime.sharding import sharding_mesh, whole
 from g2rpo.training.trainer import train
 
 CPU = torch.device("cpu")

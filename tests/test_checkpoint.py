@@ -17,7 +17,7 @@ from torch import nn
 import g2rpo
 from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
 from g2rpo.run.folder import latest_checkpoint, read_state
-from g2rpo.runtime.processes import seed_everything
+from g2rpo.runtime.random import seed_everything
 
 
 class Run:

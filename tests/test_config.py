@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g2rpo.algorithms.base import PRESETS
-from g2rpo.config.load import MAY_CHANGE, check_same_run, load_settings, read_settings
+from g2rpo.algorithms.presets import PRESETS
+from g2rpo.config.identity import MAY_CHANGE, check_same_run
+from g2rpo.config.load import load_settings, read_settings
 from g2rpo.config.recipe import parse_recipe, parse_value, shipped_recipes, to_toml
 from g2rpo.config.settings import ALGORITHM_OPTIONS, Settings
 

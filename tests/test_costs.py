@@ -13,8 +13,8 @@ from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import plan_costs, rows
 from g2rpo.costs.speeds import measure_forward
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.inference.open import policy_of
 from g2rpo.models.flux.shape import FluxShape, flux_shape
+from g2rpo.models.registry import policy_of
 from g2rpo.run.checkpoint import save_checkpoint
 
 FLUX = {"model": "black-forest-labs/FLUX.1-dev", "resolution": 720, "precision": "bfloat16", "device": "cuda"}

@@ -24,7 +24,7 @@ from g2rpo.models.flux.random import RandomText
 from g2rpo.models.loading.reading import read_weights, weight_files
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.folder import damage, latest_checkpoint
-from g2rpo.runtime.processes import sharding_mesh
+from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.training.optimizer import make_optimizer
 from g2rpo.training.trainer import train
 

@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 from g2rpo.__main__ import app
 from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.data.prompts import PromptStream, read_prompts
+from g2rpo.data.prompts import read_prompts
+from g2rpo.data.stream import PromptStream
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.text import FluxText
-from g2rpo.training.embed import cut_prompts, embed_run, run_prompts, text_encoders
+from g2rpo.training.embed import cut_prompts, embed_run, text_encoders
+from g2rpo.training.run_prompts import run_prompts
 
 ROOT = Path(__file__).parents[1]
 COLOURS, SHAPES = ("red", "blue", "green"), ("circle", "square", "star")

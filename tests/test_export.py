@@ -10,10 +10,13 @@ from random_flux import save_random_flux
 from safetensors.torch import load_file
 
 from g2rpo.config.load import Settings
-from g2rpo.exporters.export import DTYPES, Kind, base_licence, export_run, merged_state, model_card
-from g2rpo.inference.open import open_policy, policy_of
+from g2rpo.exporters.card import base_licence, model_card
+from g2rpo.exporters.export import DTYPES, Kind, export_run
+from g2rpo.inference.open import open_policy
+from g2rpo.models.flux.export import merged_state
 from g2rpo.models.flux.layout import is_original, to_diffusers
 from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.registry import policy_of
 from g2rpo.run.checkpoint import save_checkpoint
 
 PROMPTS = ["a red circle", "two blue stars"]

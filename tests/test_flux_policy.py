@@ -11,7 +11,8 @@ from g2rpo.models.flux.latents import pack, unpack
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.registry import load_policy, resolve_device
+from g2rpo.models.registry import load_policy
+from g2rpo.runtime.processes import resolve_device
 
 PROMPTS = ["a red circle on a white background", "two blue stars"]
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g2rpo
-from g2rpo.algorithms.base import PRESETS
+from g2rpo.algorithms.presets import PRESETS
 from g2rpo.config.settings import Settings
-from g2rpo.data.prompts import Prompt, PromptStream
-from g2rpo.rollouts.plan import EveryStep, Singular
+from g2rpo.data.prompts import Prompt
+from g2rpo.data.stream import PromptStream
+from g2rpo.rollouts.rules import EveryStep, Singular
 from g2rpo.training.curriculum import Focus
 
 

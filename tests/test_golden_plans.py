@@ -5,8 +5,9 @@ import torch
 from golden_files import DTYPES, assert_close, cases, tensor
 
 from g2rpo.flow.schedule import compressed_sigmas, shifted_sigmas, tail
-from g2rpo.flow.sde import diffusion, dpm2m_step, log_prob, sde_step
-from g2rpo.rollouts.plan import Singular, Window, random_start
+from g2rpo.flow.sde import diffusion, log_prob, sde_step
+from g2rpo.flow.solvers import dpm2m_step
+from g2rpo.rollouts.rules import Singular, Window, random_start
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from golden_files import assert_close, cases, tensor
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import Conditioning
 from g2rpo.rollouts.explore import Anchor, CountedPolicy, grow, walk_anchor
-from g2rpo.rollouts.plan import Singular
+from g2rpo.rollouts.rules import Singular
 
 SHAPE = (4, 8)
 

@@ -19,7 +19,7 @@ from g2rpo.run.folder import latest_checkpoint
 from g2rpo.runtime import interrupt as interrupt_module
 from g2rpo.runtime.interrupt import interruptible, undisturbed
 from g2rpo.training import trainer
-from g2rpo.training.optimizer import holding
+from g2rpo.training.ema import holding
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from test_export import make_run
 
 from g2rpo.config.settings import Settings
-from g2rpo.exporters.export import export_policy, export_run, merged_state
+from g2rpo.exporters.export import export_policy, export_run
 from g2rpo.inference.open import open_policy
+from g2rpo.models.flux.export import merged_state
 from g2rpo.models.flux.layout import to_diffusers, to_original
 from g2rpo.models.flux.weights import LORA_FILE, load_weights
 from g2rpo.run.checkpoint import save_checkpoint

@@ -9,7 +9,7 @@ from toy import gaussian_velocity
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.objectives.grpo import clipped_surrogate, step_kl
-from g2rpo.runtime.processes import keyed_generator
+from g2rpo.runtime.random import keyed_generator
 
 
 def randn(*shape: int, key: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from g2rpo.models.flux.network import blocks_of
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.loading.low_precision import float8_able, float8_linears
 from g2rpo.rollouts.explore import sample
-from g2rpo.rollouts.plan import EveryStep, Singular, Window
+from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
 
 def load(**changes) -> FluxPolicy:

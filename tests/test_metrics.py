@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo.run.metrics import MetricsWriter, Progress, format_seconds, read_metrics
+from g2rpo.run.metrics import MetricsWriter, read_metrics
+from g2rpo.runtime.progress import RunProgress, format_seconds
 
 
 def line(step: int, **more: float) -> dict[str, float]:
@@ -87,7 +88,7 @@ def test_tensorboard_shows_the_resumed_run_only(tmp_path):
 def printed(terminal: bool) -> str:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=120, legacy_windows=False)
-    with Progress(4, done=1, console=console) as progress:
+    with RunProgress(4, done=1, console=console) as progress:
         progress.note("samples [written]")
         progress.update(line(2))
         progress.update(line(3))
@@ -110,7 +111,7 @@ def test_progress_counts_forwards_and_time_since_the_resume(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    progress = Progress(13, done=10, console=Console(file=stream, width=120))
+    progress = RunProgress(13, done=10, console=Console(file=stream, width=120))
     now[0] += 50  # one iteration of 50 s with 100 forwards; two are left
     progress.update(line(11))
     assert "NFE/s 2  left 1 min 40 s" in stream.getvalue()
@@ -120,7 +121,7 @@ def test_progress_leaves_out_what_comes_once_before_the_first_iteration(monkeypa
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    progress = Progress(4, console=Console(file=stream, width=120))
+    progress = RunProgress(4, console=Console(file=stream, width=120))
     now[0] += 1000 + 50  # pictures before, then an iteration of 50 s
     progress.update({**line(1), "seconds": 50.0})
     now[0] += 70  # the next took 50 s, an evaluation 20 s: that comes again

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from g2rpo.flow.group_noise import GROUP_NOISES, group_noise, orthogonal
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.runtime.random import keyed_noise
 
 KEY = (7, 3, 1)
 

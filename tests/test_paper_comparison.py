@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from g2rpo.comparison.arms import read_arms, read_words
-from g2rpo.config.load import identity, read_settings
+from g2rpo.config.identity import identity
+from g2rpo.config.load import read_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "compare"

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.algorithms.base import PRESETS, flow_grpo
+from g2rpo.algorithms.flow_grpo import flow_grpo
+from g2rpo.algorithms.presets import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.rollouts.plan import Branch, EveryStep, Plan, Singular, Window
+from g2rpo.rollouts.plan import Branch, Plan
+from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
 
 def paper(granularities=(1, 2, 3), tail_rule="released", num_train_steps=8) -> Plan:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g2rpo.data.prompts import MAX_CHARACTERS, Prompt, PromptStream, read_prompts
+from g2rpo.data.prompts import MAX_CHARACTERS, Prompt, read_prompts
+from g2rpo.data.stream import PromptStream
 
 GENEVAL = Path(__file__).parent / "data" / "geneval.jsonl"
 

@@ -5,7 +5,7 @@ import torch
 from reward_files import loading, publish
 from toy import GaussianPolicy, explore
 
-from g2rpo.algorithms.base import PRESETS
+from g2rpo.algorithms.presets import PRESETS
 from g2rpo.evaluation.monitor import PictureSet, Watcher
 from g2rpo.rewards import preprocess
 from g2rpo.rewards.model_reward import ModelReward, scoring

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from naive import naive_ode, naive_walk
 from toy import GaussianPolicy, explore, sde_moments
 
-from g2rpo.algorithms.base import PRESETS
+from g2rpo.algorithms.presets import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import diffusion
 from g2rpo.rollouts.explore import sample
-from g2rpo.rollouts.plan import SOLVERS, Branch, EveryStep, Plan, Singular, Window
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.rollouts.plan import SOLVERS, Branch, Plan
+from g2rpo.rollouts.rules import EveryStep, Singular, Window
+from g2rpo.runtime.random import keyed_noise
 
 
 @pytest.fixture(autouse=True)

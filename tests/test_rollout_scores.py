@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from toy import GaussianPolicy, explore
 
-from g2rpo.algorithms.base import PRESETS
+from g2rpo.algorithms.presets import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.objectives.advantages import group_advantages
 from g2rpo.objectives.grpo import clipped_surrogate
 from g2rpo.objectives.stats import invalid_share, rank_correlation, why_invalid
-from g2rpo.rollouts.plan import EveryStep, Singular
+from g2rpo.rollouts.rules import EveryStep, Singular
 from g2rpo.rollouts.score import Rollout, score, train_mask
 
 

@@ -12,13 +12,13 @@ from g2rpo.flow.sde import (
     cps_log_prob,
     cps_step,
     diffusion,
-    dpm2m_step,
     log_prob,
     sde_step,
     transition,
     transition_log_prob,
 )
-from g2rpo.runtime.processes import keyed_generator
+from g2rpo.flow.solvers import dpm2m_step
+from g2rpo.runtime.random import keyed_generator
 
 
 def randn(*shape: int, key: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

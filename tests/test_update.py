@@ -7,12 +7,14 @@ import pytest
 import torch
 from toy import GaussianPolicy, explore
 
-from g2rpo.algorithms.base import PRESETS
+from g2rpo.algorithms.presets import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
+from g2rpo.objectives.advantages import advantages_of
+from g2rpo.objectives.batch import rows_of
 from g2rpo.rollouts.score import score
-from g2rpo.training.optimizer import holding
-from g2rpo.training.update import NotFinite, advantages_of, rows_of, update
+from g2rpo.training.ema import holding
+from g2rpo.training.update import NotFinite, update
 
 PROMPTS = ["0.5", "-0.25"]
 

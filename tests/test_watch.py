@@ -12,7 +12,8 @@ from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.before_after import OWN, UNSEEN, Comparison
 from g2rpo.evaluation.monitor import PictureSet, Schedule, Watcher
 from g2rpo.rewards.registry import CheckedReward
-from g2rpo.run.metrics import MetricsWriter, Progress, read_metrics
+from g2rpo.run.metrics import MetricsWriter, read_metrics
+from g2rpo.runtime.progress import RunProgress
 
 
 class Painter(Watcher):
@@ -131,7 +132,7 @@ def test_what_an_interrupt_cut_off_is_made_up_for(tmp_path):
     grid = tmp_path / "samples" / "step_000002" / "grid.png"
 
     def watch(step, schedule=schedule):
-        quiet = Progress(4, console=Console(quiet=True))
+        quiet = RunProgress(4, console=Console(quiet=True))
         with MetricsWriter(tmp_path, resumed_step=step, tensorboard=False) as writer:
             schedule.watch(painter(), tmp_path, step, writer, quiet, ends=False, missing=True)
         return [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]

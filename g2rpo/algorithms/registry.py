@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _preset(algorithm: str) -> "Callable[..., Algorithm]":
-    from g2rpo.algorithms.base import PRESETS  # needs torch, which reading a recipe's text does not
+    from g2rpo.algorithms.presets import PRESETS  # needs torch, which reading a recipe's text does not
 
     if algorithm not in PRESETS:
         raise ValueError(

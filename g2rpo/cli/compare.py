@@ -1,4 +1,4 @@
-"""The command `compare`; __main__ lists them all."""
+"""`g2rpo compare`."""
 
 import os
 import shlex

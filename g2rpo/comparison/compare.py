@@ -32,7 +32,8 @@ from g2rpo.comparison.tables import (
     write_csv,
     write_markdown,
 )
-from g2rpo.config.load import Settings, evaluation_identity, identity, read_settings
+from g2rpo.config.identity import evaluation_identity, identity
+from g2rpo.config.load import Settings, read_settings
 from g2rpo.evaluation.monitor import is_evaluation
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import checkpoint_to_resume, is_finished

@@ -23,9 +23,9 @@ from g2rpo.comparison.curves import (
     smoothed,
     stat,
 )
-from g2rpo.config.load import EVALUATION
+from g2rpo.config.identity import EVALUATION
 from g2rpo.config.recipe import toml_value
-from g2rpo.run.metrics import format_seconds
+from g2rpo.runtime.progress import format_seconds
 
 ALL_PAIRS = 4  # of so many arms each is told against each; of more, each against the first
 NOTHING = "–"

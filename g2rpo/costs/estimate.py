@@ -11,10 +11,10 @@ from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.costs.speeds import TABLE, Speeds, looked_up, measure, rates_of
 from g2rpo.data.prompts import read_prompts
-from g2rpo.inference.open import policy_of
 from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import resolve_device
+from g2rpo.models.registry import policy_of
 from g2rpo.rewards.registry import load_rewards
+from g2rpo.runtime.processes import resolve_device
 
 
 def plan_here(

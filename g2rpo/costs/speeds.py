@@ -18,8 +18,8 @@ from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import Prompt
 from g2rpo.models.flux.shape import FluxShape
 from g2rpo.models.policy import Conditioning, Policy
+from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import ask
-from g2rpo.rewards.registry import Reward
 
 LEAST_PARAMS = 1e9
 """Transformers smaller than this are not looked up: their time is overhead, not arithmetic."""

@@ -24,14 +24,12 @@ import numpy as np
 import torch
 from rich.console import Console
 
-import g2rpo
 from g2rpo.evaluation.gallery import write_sheet
 from g2rpo.evaluation.lineup import Drawing, Lineup, write_whole
 from g2rpo.evaluation.matching import read_pixels
 from g2rpo.evaluation.score_folder import code_hash, parsed_options
 from g2rpo.evaluation.stats import Array, Difference, Mean, difference_of, mean_of
 from g2rpo.evaluation.tables import markdown
-from g2rpo.models.registry import resolve_device
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
@@ -42,10 +40,12 @@ from g2rpo.runtime.processes import (
     end_processes,
     gathered,
     rank,
+    resolve_device,
     start_processes,
     world_size,
 )
 from g2rpo.runtime.progress import counted
+from g2rpo.runtime.version import __version__
 
 GRID_ROWS = 8
 
@@ -335,7 +335,7 @@ class _Evaluation:
                 cell["difference"] = plain(gap)
             table.setdefault(str(n), {}).setdefault(label, {})[name] = cell
         return {
-            "g2rpo": g2rpo.__version__,
+            "g2rpo": __version__,
             "models": lineup.models,
             "prompts": len(lineup.drawing.prompts),
             "num_images": lineup.drawing.num_images,

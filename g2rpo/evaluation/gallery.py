@@ -14,9 +14,8 @@ from torch import Tensor
 from g2rpo.evaluation.lineup import Drawing, Lineup
 from g2rpo.evaluation.matching import read_pixels
 from g2rpo.inference.images import _wrapped, to_pil
-from g2rpo.models.registry import resolve_device
 from g2rpo.runtime.interrupt import interruptible
-from g2rpo.runtime.processes import barrier, end_processes, rank, start_processes
+from g2rpo.runtime.processes import barrier, end_processes, rank, resolve_device, start_processes
 
 CELL_PX, LARGEST_CELL_PX = 176, 320
 """Smaller pictures are enlarged by whole pixels to the first, larger ones reduced to the second."""

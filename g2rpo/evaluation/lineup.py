@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from g2rpo.data.prompts import Prompt, prompts_hash
+from g2rpo.data.prompts import Prompt
+from g2rpo.data.stream import prompts_hash
 from g2rpo.inference.images import save_png
 from g2rpo.inference.names import check_model, labels_of, model_state, own_conditions
 from g2rpo.inference.open import open_policy

@@ -18,19 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.config.load import deciding
+from g2rpo.config.identity import deciding
 from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import Prompt
+from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.images import grid, save_curves, save_png
 from g2rpo.inference.sample import sample_images
 from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import ask
 from g2rpo.rewards.model_reward import scoring
-from g2rpo.rewards.registry import CheckedReward, Reward
-from g2rpo.run.metrics import MetricsWriter, Progress, read_metrics
+from g2rpo.rewards.registry import CheckedReward
+from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.runtime.interrupt import undisturbed
 from g2rpo.runtime.processes import agreed, gathered, rank, world_size
+from g2rpo.runtime.progress import RunProgress
 
 # Training noise is seeded by hashes of keys, these pictures by plain numbers from here on: they never meet.
 FIRST_SEED = 1_000_000
@@ -172,13 +175,6 @@ def _merged(mine: Tensor) -> Tensor:
     return merged
 
 
-def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """Mean of what is a number, and the standard error of that mean."""
-    known = values[values.isfinite()].double()
-    error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else math.nan
-    return known.mean().item(), error
-
-
 @dataclass(frozen=True)
 class Schedule:
     """What is watched when.
@@ -211,7 +207,7 @@ class Schedule:
         out: Path,
         step: int,
         writer: MetricsWriter,
-        progress: Progress,
+        progress: RunProgress,
         *,
         ends: bool,
         missing: bool = False,

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-import g2rpo
 from g2rpo.config.recipe import parse_value
 from g2rpo.evaluation.matching import Item, Matched, match, pixels_by_size, size_of
-from g2rpo.evaluation.monitor import mean_and_error
-from g2rpo.models.registry import resolve_device
+from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
 from g2rpo.runtime.interrupt import interruptible
+from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.progress import counted
 from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.version import __version__
 
 Row = dict[str, float]
 
@@ -267,7 +267,7 @@ class _Table:
             "images": self.head["images"],
             "settings": self.head["rewards"],
             "described": self.described,
-            "g2rpo": g2rpo.__version__,
+            "g2rpo": __version__,
             "complete": complete,
         }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
 FEW_PROMPTS = 20
@@ -92,3 +93,10 @@ def interval(
     edge = (1 - level) / 2
     lower, upper = np.quantile(means, (edge, 1 - edge))
     return float(lower), float(upper)
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """Mean of what is a number, and the standard error of that mean."""
+    known = values[values.isfinite()].double()
+    error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else math.nan
+    return known.mean().item(), error

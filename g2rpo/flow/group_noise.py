@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.runtime.random import keyed_noise
 
 GROUP_NOISES = ("independent", "antithetic", "orthogonal")
 

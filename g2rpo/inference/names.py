@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.config.load import read_settings
-from g2rpo.inference.open import (
-    CONDITIONS,
-    base_and_files,
-    check_files,
-    check_weights,
-    checkpoint_of,
-    export_record,
-    is_weights,
-    run_of,
-)
+from g2rpo.inference.open import base_and_files, checkpoint_of, export_record, is_weights, run_of
 from g2rpo.models.loading.files import local_folder, transformer_config
+from g2rpo.models.registry import CONDITIONS, check_files, check_weights
 from g2rpo.run.folder import BEST
 
 

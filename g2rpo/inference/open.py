@@ -9,64 +9,22 @@ a LoRA folder, a .safetensors     put onto `base`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
-from g2rpo.models.flux.network import Training, bare_network
 from g2rpo.models.flux.policy import FluxPolicy, Precision, SigmaRounding
 from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
-from g2rpo.models.loading.files import transformer_config
-from g2rpo.models.registry import load_policy
+from g2rpo.models.registry import CONDITIONS, given_values, load_policy, policy_of
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.checkpoint import load_checkpoint
 from g2rpo.run.folder import BEST, damage, latest_checkpoint
 
 EXPORT_FILE = "g2rpo.json"
 """Beside an export's weights: its base model and the settings of its run."""
-
-CONDITIONS = (
-    "precision", "guidance", "true_cfg", "resolution", "max_sequence_length", "sigma_rounding",
-)  # fmt: skip
-"""Arguments of `load_policy` under which a run sees its model, beside the weights."""
-
-
-ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
-
-
-def policy_of(settings: Settings, **changes: Any) -> FluxPolicy:
-    """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
-    names = ("device", "weights", *ADAPTERS, *CONDITIONS)
-    arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return load_policy(settings.model, **(arguments | _given(changes)))
-
-
-def check_weights(settings: Settings, mesh: DeviceMesh | None = None) -> None:
-    """Does the setting `weights` fit its model? Of adapters the values are read, of others the headers alone.
-
-    Args:
-        mesh: that the run will be sharded over.
-
-    Raises:
-        ValueError: it does not, or cannot be read by several processes.
-    """
-    if settings.weights is not None:
-        training = Training(lora_rank=settings.lora_rank, base_dtype=settings.base_dtype, mesh=mesh)
-        bare_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
-
-
-def check_files(base: str, files: Sequence[Path]) -> None:
-    """Can these weights be put onto a base, in this order? As `check_weights`, without a run.
-
-    Raises:
-        ValueError: they cannot, or there is no such base.
-    """
-    bare_network(transformer_config(base), Training(), tuple(files))
 
 
 def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
@@ -131,7 +89,7 @@ def open_policy(
     # What the policy had comes before what the settings leave to the model (None).
     own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
     own |= {name: record.get(name) for name in ("guidance", "resolution") if name in record}
-    arguments = _given(own) | _given(changes)
+    arguments = given_values(own) | given_values(changes)
     if not is_weights(path):
         return load_policy(str(model), **arguments)
     base, files = base_and_files(path, base)
@@ -185,10 +143,6 @@ def _load_ema(policy: FluxPolicy, checkpoint: Path) -> None:
     load_checkpoint(checkpoint, {"ema": mean}, restore_random=False)
     for name, parameter in trained.items():
         parameter.copy_(mean[name])
-
-
-def _given(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if value is not None}
 
 
 def run_of(path: Path) -> Path | None:

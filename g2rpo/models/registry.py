@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+
+from g2rpo.models.loading.files import transformer_config
+from g2rpo.runtime.processes import resolve_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from g2rpo.models.flux.policy import FluxPolicy, Precision, SigmaRounding, TailsPrecision
+
+
+class PolicySettings(Protocol):
+    """The settings that a policy depends on; `policy_of` reads ADAPTERS and CONDITIONS as well."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def weights(self) -> str | None: ...
+
+    @property
+    def lora_rank(self) -> int: ...
+
+    @property
+    def base_dtype(self) -> str: ...
 
 
 def load_policy(
@@ -73,15 +92,48 @@ def load_policy(
     )
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """`"auto"` -> cuda where there is a GPU, else cpu; anything else as torch reads it.
+CONDITIONS = (
+    "precision", "guidance", "true_cfg", "resolution", "max_sequence_length", "sigma_rounding",
+)  # fmt: skip
+"""Arguments of `load_policy` under which a run sees its model, beside the weights."""
+
+
+ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
+
+
+def policy_of(settings: PolicySettings, **changes: Any) -> FluxPolicy:
+    """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
+    names = ("device", "weights", *ADAPTERS, *CONDITIONS)
+    arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    return load_policy(settings.model, **(arguments | given_values(changes)))
+
+
+def check_weights(settings: PolicySettings, mesh: DeviceMesh | None = None) -> None:
+    """Does the setting `weights` fit its model? Of adapters the values are read, of others the headers alone.
+
+    Args:
+        mesh: that the run will be sharded over.
 
     Raises:
-        ValueError: cuda asked for on a machine without.
+        ValueError: it does not, or cannot be read by several processes.
     """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no GPU here; use device=auto or device=cpu")
-    return device
+    if settings.weights is not None:
+        from g2rpo.models.flux.network import Training, bare_network
+
+        training = Training(lora_rank=settings.lora_rank, base_dtype=settings.base_dtype, mesh=mesh)
+        bare_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
+
+
+def check_files(base: str, files: Sequence[Path]) -> None:
+    """Can these weights be put onto a base, in this order? As `check_weights`, without a run.
+
+    Raises:
+        ValueError: they cannot, or there is no such base.
+    """
+    from g2rpo.models.flux.network import Training, bare_network
+
+    bare_network(transformer_config(base), Training(), tuple(files))
+
+
+def given_values(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if value is not None}

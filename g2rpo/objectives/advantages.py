@@ -16,11 +16,36 @@ every advantage one: an invalid member is left out of its step's statistics and 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from g2rpo.rollouts.score import Rollout
+
 # Rewards come in float32 at best, whatever the dtype of their tensor: a spread within these units is none.
 ROUNDING_UNITS = 8
+
+
+class AdvantageRule(Protocol):
+    """How a method makes advantages of rewards; algorithms/base.py documents each field."""
+
+    @property
+    def advantage_clip(self) -> float | None: ...
+
+    @property
+    def advantage_std(self) -> str: ...
+
+    @property
+    def advantage_eps(self) -> float: ...
+
+    @property
+    def advantage_ddof(self) -> int: ...
+
+    @property
+    def normalize_weights(self) -> bool: ...
 
 
 def group_advantages(
@@ -112,3 +137,28 @@ def _is_flat(r: Tensor, usable: Tensor) -> Tensor:
     lowest = r.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
     size = r.abs().amax(-1, keepdim=True)  # unusable ones are 0 by now
     return ~(highest - lowest > ROUNDING_UNITS * torch.finfo(torch.float32).eps * size)
+
+
+def advantages_of(rollouts: Sequence[Rollout], rule: AdvantageRule, weights: Sequence[float]) -> list[Tensor]:
+    """Advantages [K, G] of each group, by the method's rule; what judges a path holds for its K steps."""
+    weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
+    if rule.normalize_weights:
+        weight = weight / weight.abs().sum()  # by its size: a negative weight stays negative
+    # what judges a path is the same for its steps; its own step's latents may still be broken
+    valid = [r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True) for r in rollouts]
+    spread = None
+    if rule.advantage_std == "batch":
+        judged = [r.rewards.where(v[None, :, None], math.nan) for r, v in zip(rollouts, valid, strict=True)]
+        spread = pooled_std(torch.stack(judged, 1), ddof=rule.advantage_ddof)
+    return [
+        group_advantages(
+            r.rewards,
+            weight,
+            rule.advantage_clip,
+            valid=v,
+            eps=rule.advantage_eps,
+            ddof=rule.advantage_ddof,
+            std=spread,
+        ).expand(len(r.step), -1)
+        for r, v in zip(rollouts, valid, strict=True)
+    ]

@@ -24,7 +24,7 @@ from torch import Tensor
 from g2rpo.rewards.exits import RewardExited, exits_reported
 
 if TYPE_CHECKING:
-    from g2rpo.rewards.registry import Metadata, Reward
+    from g2rpo.rewards.base import Metadata, Reward
 
 LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.registry import Metadata, Reward
+from g2rpo.rewards.base import Metadata, Reward
 
 
 def load(device: torch.device) -> Reward:

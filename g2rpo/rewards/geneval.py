@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.registry import Metadata
+from g2rpo.rewards.base import Metadata
 from g2rpo.runtime.text import did_you_mean
 from g2rpo.world import verifier
 from g2rpo.world.scenes import COLOUR_NAMES, OBJECT_COLOURS, RELATIONS, SHAPES

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo.rewards.base import Metadata
 from g2rpo.rewards.preprocess import FrameRule, check_images, shared_pixels
-from g2rpo.rewards.registry import Metadata
 from g2rpo.runtime.text import did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

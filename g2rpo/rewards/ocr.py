@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.registry import Metadata
+from g2rpo.rewards.base import Metadata
 
 PACKAGES = ("rapidocr", "onnxruntime", "rapidfuzz")
 QUOTED = re.compile(r'"([^"]*)"|[“„]([^“”„]*)[”“]|«([^«»]*)»|「([^「」]*)」')

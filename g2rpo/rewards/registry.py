@@ -8,28 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from g2rpo.rewards.base import Options
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.exits import exits_reported
 from g2rpo.runtime.text import did_you_mean
-
-Metadata = list[dict[str, Any]]
-
-
-class Reward(Protocol):
-    """Scores images against their prompts."""
-
-    def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        """Args: images [N, 3, H, W] in [0, 1], float32; N prompts; what else is known of each prompt.
-
-        Returns: [N], float32, on any device; NaN marks a sample that could not be judged.
-        """
-        ...
-
 
 REWARDS: dict[str, str] = {
     "verifier": "g2rpo.rewards.verifier:load",
@@ -48,9 +34,6 @@ REWARDS: dict[str, str] = {
     "imagereward": "g2rpo.rewards.clip.imagereward:load",
 }
 """Name -> `module:factory`; a factory takes a torch.device and keyword options, and returns a Reward."""
-
-
-Options = Mapping[str, Any]
 
 
 def load_reward(name: str, device: torch.device, options: Options | None = None) -> CheckedReward:

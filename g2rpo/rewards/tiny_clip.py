@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from g2rpo.models.tiny import assets
-from g2rpo.rewards.registry import Metadata
+from g2rpo.rewards.base import Metadata
 from g2rpo.world.contrast import image_features
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.registry import Metadata
+from g2rpo.rewards.base import Metadata
 from g2rpo.world import verifier
 from g2rpo.world.captions import parse
 from g2rpo.world.scenes import Compositions

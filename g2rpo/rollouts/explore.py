@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from g2rpo.flow.group_noise import group_noise
-from g2rpo.flow.sde import dpm2m_step, transition, transition_log_prob
+from g2rpo.flow.sde import transition, transition_log_prob
+from g2rpo.flow.solvers import dpm2m_step
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.runtime.random import keyed_noise
 from g2rpo.runtime.timing import Stopwatch
 
 Key = tuple[int, int, int]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from g2rpo.models.policy import Policy
+from g2rpo.rewards.base import Metadata, Reward
 from g2rpo.rewards.checked import ask
 from g2rpo.rewards.model_reward import scoring
-from g2rpo.rewards.registry import Metadata, Reward
 from g2rpo.rollouts.explore import Samples
 from g2rpo.rollouts.plan import Plan
-from g2rpo.runtime.processes import keyed_generator
+from g2rpo.runtime.random import keyed_generator
 from g2rpo.runtime.timing import Stopwatch
 
 

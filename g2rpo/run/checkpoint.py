@@ -48,10 +48,11 @@ from g2rpo.run.folder import (
     read_state,
     set_aside,
     step_name,
-    sync_folder,
-    write_synced,
 )
-from g2rpo.runtime.processes import barrier, gathered, local, random_state, rank, set_random_state
+from g2rpo.runtime.files import sync_folder, write_synced
+from g2rpo.runtime.processes import barrier, gathered, rank
+from g2rpo.runtime.random import random_state, set_random_state
+from g2rpo.runtime.sharding import local
 
 GROUPS = "param_groups"
 HEADROOM_BYTES = 64 * 2**20

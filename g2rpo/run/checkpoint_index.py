@@ -40,7 +40,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from g2rpo.run.folder import INDEX, PICKLED_INDEX, write_synced
+from g2rpo.run.folder import INDEX, PICKLED_INDEX
+from g2rpo.runtime.files import write_synced
 
 FORMAT = 1
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from g2rpo.runtime.files import sync_folder, write_synced
 from g2rpo.runtime.processes import rank
 
 LOG = logging.getLogger(__name__)
@@ -61,23 +62,6 @@ def read_best(out: str | Path) -> tuple[str, str]:
     if not (name := read_pointer(pointer)):
         return "", ""
     return name, pointer.read_text(encoding="utf-8", errors="replace").strip().partition(" ")[2]
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file that is on the disk when this returns."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """New names in it are on the disk when this returns."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def latest_checkpoint(out: str | Path) -> Path | None:

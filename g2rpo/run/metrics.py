@@ -7,15 +7,10 @@ lines past the checkpoint that it goes on from, and touches no other byte.
 import json
 import math
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from g2rpo.runtime.processes import rank
 
@@ -139,72 +134,3 @@ def truncate_metrics(path: str | Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(whole, path)
-
-
-class Progress:
-    """The run's line on the terminal: step, rewards, forwards per second, time left.
-
-    On a terminal one table is kept up to date in place; elsewhere (a log file, a pipe) each step is a line.
-    """
-
-    def __init__(self, iterations: int, done: int = 0, *, console: Console | None = None) -> None:
-        """`iterations` of the whole run, of which `done` are behind."""
-        self._iterations = iterations
-        self._console = console or Console(quiet=rank() > 0)
-        self._started = time.monotonic()
-        self._done_before = done
-        self._nfe = 0
-        self._live: Live | None = None
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
-            self._live.start()
-
-    def update(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of one iteration: `step` (counted from 1), `nfe`, `reward/...`."""
-        if not self._nfe and "seconds" in metrics:  # what comes before the first iteration comes once
-            self._started = time.monotonic() - metrics["seconds"]
-        self._nfe += metrics.get("nfe", 0)
-        cells = self._cells(metrics)
-        if self._live is None:
-            self._console.print("  ".join(f"{name} {value}" for name, value in cells.items()), soft_wrap=True)
-            return
-        table = Table(*cells, box=None, pad_edge=False)
-        table.add_row(*cells.values())
-        self._live.update(table)
-
-    def note(self, text: str) -> None:
-        """A line that stays, above the live table."""
-        self._console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
-
-    def close(self) -> None:
-        """Leaves the last state standing."""
-        if self._live is not None:
-            self._live.stop()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _cells(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        done = metrics["step"] - self._done_before
-        left = seconds / max(done, 1) * (self._iterations - metrics["step"])
-        cells = {"step": f"{metrics['step']}/{self._iterations}"}
-        for name, value in metrics.items():
-            if name.startswith(("reward/", "eval/")):
-                cells[name.removeprefix("reward/")] = f"{value:.4f}"
-        return cells | {"NFE/s": f"{self._nfe / seconds:.0f}", "left": format_seconds(left)}
-
-
-def format_seconds(seconds: float) -> str:
-    """`45 s`, `3 min 05 s`, `2 h 07 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from g2rpo.algorithms.base import coarse_tails
 from g2rpo.algorithms.registry import make_algorithm
-from g2rpo.config.load import check_same_run, read_settings
+from g2rpo.config.identity import check_same_run
+from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
-from g2rpo.evaluation.before_after import Change
 from g2rpo.models.policy import Policy
 from g2rpo.run.folder import BEST, LATEST, latest_checkpoint, read_state
 from g2rpo.run.metrics import read_metrics
@@ -94,30 +92,3 @@ def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tenso
 
 class RunStopped(ValueError):
     """The run cannot go on; the message says which checkpoint remains and what to do."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run left behind.
-
-    Attributes:
-        out: run folder. step: iterations done. finished: all of them. interrupted: stopped by a signal.
-        changes: the comparison of before and after, once finished (compare_images > 0).
-    """
-
-    out: Path
-    step: int
-    finished: bool
-    interrupted: bool
-    changes: list[Change] = field(default_factory=list)
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
-        return read_metrics(self.out / "metrics.jsonl")
-
-
-def interrupted(out: Path) -> Run:
-    """The run that a signal stopped: as far as its newest checkpoint."""
-    kept = latest_checkpoint(out)
-    return Run(out, read_state(kept)["iteration"] if kept else 0, False, True)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from g2rpo.data.prompts import PromptStream
-from g2rpo.rollouts.plan import PlanRule
+from g2rpo.data.stream import PromptStream
+from g2rpo.rollouts.rules import PlanRule
 from g2rpo.rollouts.score import Rollout
 
 KEPT = 0.9

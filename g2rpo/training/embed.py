@@ -17,39 +17,18 @@ from rich.console import Console
 
 from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.data.prompts import PromptStream, ReadReport, read_prompts
-from g2rpo.evaluation.before_after import Comparison
+from g2rpo.data.prompts import ReadReport, read_prompts
 from g2rpo.models.flux.random import RandomText, is_random, random_configs
 from g2rpo.models.flux.text import FluxText
 from g2rpo.models.loading.files import flux_folder
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.registry import resolve_device
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.interrupt import interruptible
-from g2rpo.runtime.processes import any_process, gathered, rank, world_size
+from g2rpo.runtime.processes import any_process, gathered, rank, resolve_device, world_size
 from g2rpo.runtime.progress import counted
+from g2rpo.training.run_prompts import run_prompts
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
-
-
-def run_prompts(settings: Settings) -> list[str]:
-    """Every text that a run of these settings encodes, each once: training, evaluation, grids, comparison.
-
-    Raises:
-        ValueError: a source of prompts that cannot be read.
-    """
-    prompts, _ = read_prompts(settings.prompts)
-    other = (
-        read_prompts(settings.eval_prompts)[0][: settings.num_eval_prompts] if settings.eval_prompts else []
-    )
-    met = PromptStream(prompts, settings.seed).at(0, settings.iterations * settings.prompts_per_iteration)
-    comparison = Comparison.of(settings.compare_images, settings.eval_num_steps, met, prompts, other)
-    texts = [prompt.text for prompt in (*met, *prompts[: settings.num_sample_prompts])]
-    texts += [prompt.text for prompt in other] if settings.eval_every else []
-    texts += [text for one in comparison.sets for text in one.prompts]
-    if settings.true_cfg != 1:
-        texts.append("")  # what the guidance leads away from
-    return list(dict.fromkeys(texts))
 
 
 @dataclass(frozen=True)

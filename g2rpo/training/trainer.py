@@ -26,14 +26,16 @@ from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.data.prompts import PromptStream, read_prompts
+from g2rpo.data.prompts import read_prompts
+from g2rpo.data.stream import PromptStream
 from g2rpo.evaluation.before_after import Change, Comparison
 from g2rpo.evaluation.monitor import Schedule, Watcher, write_curves
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.inference.open import check_weights, policy_of
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.registry import resolve_device
+from g2rpo.models.registry import check_weights, policy_of
+from g2rpo.objectives.advantages import advantages_of
+from g2rpo.objectives.batch import rows_of
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import CheckedReward, load_rewards
@@ -43,27 +45,30 @@ from g2rpo.run.best import is_best, mark_best, settle_best
 from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
 from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
 from g2rpo.run.lock import alone, begin
-from g2rpo.run.metrics import MetricsWriter, Progress, read_metrics
-from g2rpo.run.run import Run, checkpoint_to_resume, described, interrupted, mark_finished, started_again
+from g2rpo.run.metrics import MetricsWriter, read_metrics
+from g2rpo.run.run import checkpoint_to_resume, described, mark_finished, started_again
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     agreed,
     any_process,
     end_processes,
     gathered,
-    random_state,
     rank,
-    seed_everything,
-    sharding_mesh,
+    resolve_device,
     start_processes,
     world_size,
 )
+from g2rpo.runtime.progress import RunProgress
+from g2rpo.runtime.random import random_state, seed_everything
+from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.runtime.timing import Stopwatch, peak_memory
 from g2rpo.training.curriculum import Focus
+from g2rpo.training.ema import follow, holding
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
-from g2rpo.training.optimizer import follow, holding, learning_rate, make_optimizer, set_learning_rate
+from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from g2rpo.training.result import Run, interrupted
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
-from g2rpo.training.update import NotFinite, advantages_of, reference_of, rows_of, update
+from g2rpo.training.update import NotFinite, reference_of, update
 
 
 def train(settings: Settings) -> Run:
@@ -170,7 +175,7 @@ class Trainer:
             repair_latest(self.out, self.checkpoint)
         changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
-        with writer, Progress(settings.iterations, self.step) as progress, interruptible() as interrupt:
+        with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(described(settings, self.policy, self.parameters, self.step))
             notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
@@ -211,7 +216,7 @@ class Trainer:
                 mark_finished(self.out, self.step)
         return Run(self.out, self.step, self.step == settings.iterations, False, changes)
 
-    def _stopped(self, progress: Progress) -> Run:
+    def _stopped(self, progress: RunProgress) -> Run:
         """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
         try:
             if self.whole and not self.interrupt.twice:
@@ -223,7 +228,7 @@ class Trainer:
         progress.note(f"interrupted; {stopped.step} iterations are saved{lost}, the same command goes on")
         return stopped
 
-    def _iterate(self, writer: MetricsWriter, progress: Progress) -> None:
+    def _iterate(self, writer: MetricsWriter, progress: RunProgress) -> None:
         began, interrupt = time.perf_counter(), self.interrupt
         with interrupt.deferred(), self.policy.resident():  # all gather the weights together
             rollouts, cond, told = interrupt.together(self.explore)
@@ -330,7 +335,7 @@ class Trainer:
         with self.interrupt.deferred():  # half a checkpoint is none
             save_checkpoint(self.out, self.step, state, best=judge, **keep)
 
-    def _watch(self, writer: MetricsWriter, progress: Progress, *, missing: bool = False) -> bool:
+    def _watch(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with self.interrupt.around(holding(self.parameters, self.ema)):
@@ -342,7 +347,7 @@ class Trainer:
             return False
         return any_process(rank() == 0 and is_best(self.out, judge, self.step))
 
-    def _after(self, progress: Progress) -> list[Change]:
+    def _after(self, progress: RunProgress) -> list[Change]:
         """The same pictures as before training, scored again: table, and pairs to look at."""
         if not self.comparison.sets:
             return []

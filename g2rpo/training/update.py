@@ -18,8 +18,7 @@ Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from torch import Tensor
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.models.policy import Conditioning, Policy
-from g2rpo.objectives.advantages import group_advantages, pooled_std
+from g2rpo.objectives.batch import Rows
 from g2rpo.objectives.grpo import clipped_surrogate, step_kl
-from g2rpo.rollouts.score import Rollout
-from g2rpo.runtime.processes import gathered, whole, world_size
-from g2rpo.training.optimizer import holding
+from g2rpo.runtime.processes import gathered, world_size
+from g2rpo.runtime.sharding import whole
+from g2rpo.training.ema import holding
 
 Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
@@ -47,106 +46,6 @@ class NotFinite(RuntimeError):
     def __init__(self, norm: float, steps_done: int, num_steps: int) -> None:
         super().__init__(f"the gradient's norm is {norm} at optimizer step {steps_done + 1} of {num_steps}")
         self.steps_done = steps_done
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the update needs of all groups of an iteration, one network forward a row.
-
-    Attributes:
-        x: [N, L, C]. x_next: [N, G, L, C]. step: [N], index into the schedule. prompt: [N], row of the
-            conditioning. member: [N], whose state it is; 0 where it is the group's.
-        advantages, rollout_log_prob: [N, G]; the latter not a number where the step broke.
-        velocity: [N, L, C], the rollout's at x, or None.
-    """
-
-    x: Tensor
-    x_next: Tensor
-    step: Tensor
-    prompt: Tensor
-    member: Tensor
-    advantages: Tensor
-    rollout_log_prob: Tensor
-    velocity: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: Tensor | slice) -> Rows:
-        values = (getattr(self, name) for name in self.__dataclass_fields__)
-        return Rows(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
-
-    def of(self, members: slice) -> Rows:
-        """With these of the members that share a state alone."""
-        shared = ("x_next", "advantages", "rollout_log_prob")
-        return replace(self, **{name: getattr(self, name)[:, members] for name in shared})
-
-
-def advantages_of(
-    rollouts: Sequence[Rollout], algorithm: Algorithm, weights: Sequence[float]
-) -> list[Tensor]:
-    """Advantages [K, G] of each group, by the algorithm's rule; what judges a path holds for its K steps."""
-    weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
-    if algorithm.normalize_weights:
-        weight = weight / weight.abs().sum()  # by its size: a negative weight stays negative
-    # what judges a path is the same for its steps; its own step's latents may still be broken
-    valid = [r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True) for r in rollouts]
-    spread = None
-    if algorithm.advantage_std == "batch":
-        judged = [r.rewards.where(v[None, :, None], math.nan) for r, v in zip(rollouts, valid, strict=True)]
-        spread = pooled_std(torch.stack(judged, 1), ddof=algorithm.advantage_ddof)
-    return [
-        group_advantages(
-            r.rewards,
-            weight,
-            algorithm.advantage_clip,
-            valid=v,
-            eps=algorithm.advantage_eps,
-            ddof=algorithm.advantage_ddof,
-            std=spread,
-        ).expand(len(r.step), -1)
-        for r, v in zip(rollouts, valid, strict=True)
-    ]
-
-
-def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
-    """The rows of all groups, in the order (prompt, step[, member]).
-
-    A broken step, whose log-probability is no number, has zeros for its states: its advantage is 0, and 0
-    times a broken state would still break the sum. It keeps its row, so every plan has as many forwards.
-    """
-    parts: dict[str, list[Tensor]] = {name: [] for name in Rows.__dataclass_fields__}
-    for p, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
-        group_size = rollout.log_prob.shape[1]
-        whole = rollout.log_prob.isfinite()[:, :, None, None]
-        x_next = rollout.x_next.where(whole, 0.0)
-        x = rollout.x.where(whole.any(1, keepdim=True) if rollout.x.shape[1] == 1 else whole, 0.0)
-        if rollout.x.shape[1] == 1:  # one forward serves the group: all of its members are trained
-            assert bool(rollout.train_mask.all())
-            row = {
-                "x": x[:, 0],
-                "x_next": x_next,
-                "step": rollout.step[:, 0],
-                "member": torch.zeros_like(rollout.step[:, 0]),
-                "advantages": advantage,
-                "rollout_log_prob": rollout.log_prob,
-            }
-            if rollout.velocity is not None:
-                row["velocity"] = rollout.velocity[:, 0]
-        else:
-            kept = rollout.train_mask.flatten()
-            row = {
-                "x": x.flatten(0, 1)[kept],
-                "x_next": x_next.flatten(0, 1)[kept][:, None],
-                "step": rollout.step.expand(-1, group_size).flatten()[kept],
-                "member": torch.arange(group_size).to(rollout.step).repeat(len(rollout.step))[kept],
-                "advantages": advantage.flatten()[kept][:, None],
-                "rollout_log_prob": rollout.log_prob.flatten()[kept][:, None],
-            }
-        row["prompt"] = torch.full_like(row["step"], p)
-        for name, value in row.items():
-            parts[name].append(value)
-    return Rows(**{name: torch.cat(values) for name, values in parts.items() if values})
 
 
 def reference_of(policy: Policy, lora: bool) -> Velocity:

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from g2rpo.models.flux.weights import add_lora, check_weights, load_weights, lora_layers
 from g2rpo.models.loading.reading import local_rows, read_weights, weight_files
-from g2rpo.runtime.processes import key_seed, local, shard
+from g2rpo.runtime.random import key_seed
+from g2rpo.runtime.sharding import local, shard
 
 Fill = Callable[[nn.Module], None]
 

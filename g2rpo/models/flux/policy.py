@@ -29,7 +29,7 @@ from g2rpo.models.flux.text import DTYPES, FluxText
 from g2rpo.models.loading.files import dtype_argument, flux_folder, read_json
 from g2rpo.models.loading.low_precision import check_float8, float8_linears
 from g2rpo.models.policy import Conditioning
-from g2rpo.runtime.processes import resident
+from g2rpo.runtime.sharding import resident
 
 Precision = Literal["float32", "tf32", "bfloat16", "float64"]
 SigmaRounding = Literal["exact", "released"]

@@ -18,7 +18,7 @@ from torch import nn
 from g2rpo.models.flux.known import RANDOM
 from g2rpo.models.flux.text import DTYPES, checked_length
 from g2rpo.models.policy import Conditioning
-from g2rpo.runtime.processes import keyed_noise
+from g2rpo.runtime.random import keyed_noise
 
 PREFIX = "random:"
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from g2rpo.models.flux.layout import Source
 from g2rpo.models.loading.files import read_json
-from g2rpo.runtime.processes import local
+from g2rpo.runtime.sharding import local
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 

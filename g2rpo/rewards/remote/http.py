@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.registry import Metadata
+from g2rpo.rewards.base import Metadata
 from g2rpo.rewards.remote.options import whole
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failed, Tally

@@ -1,0 +1,44 @@
+"""`g2rpo fetch`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from g2rpo.cli.arguments import Overrides, Recipe
+from g2rpo.cli.console import (
+    quiet_other_packages,
+    recipe_and_overrides,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def fetch(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would be, download nothing.")
+    ] = False,
+) -> None:
+    """Download what a run needs, after saying what that is.
+
+    Sizes, licences and permissions come first. A model that is a folder is checked for completeness.
+
+    \b
+    Examples:
+      g2rpo fetch my.toml --dry-run
+      g2rpo fetch my.toml model=black-forest-labs/FLUX.1-dev
+    """
+    from g2rpo.config.load import load_settings
+
+    settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
+    quiet_other_packages()
+    from g2rpo.setup.fetch import fetch_needs, needs
+
+    found = needs(settings.model, [*settings.rewards, *settings.eval_rewards], settings.reward_options)
+    print(*found, sep="\n")
+    if not dry_run:
+        fetch_needs(found)

@@ -1,0 +1,75 @@
+"""`g2rpo gallery`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+from g2rpo.cli.drawing import (
+    Base,
+    Batch,
+    Device,
+    FirstShare,
+    Guidance,
+    Labels,
+    Limit,
+    Models,
+    Precision,
+    Resolution,
+    Seed,
+    Shift,
+    Then,
+    drawing_of,
+    first_process,
+)
+
+
+def gallery(
+    models: Models,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A file of prompts, or world:NAME.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 16,
+    limit: Limit = None,
+    labels: Labels = None,
+    out: Annotated[Path, typer.Option(help="Folder for gallery.png and the pictures.")] = Path("gallery"),
+    shift: Shift = "3",
+    seed: Seed = 0,
+    guidance: Guidance = None,
+    resolution: Resolution = None,
+    base: Base = None,
+    device: Device = "auto",
+    precision: Precision = None,
+    batch: Batch = 16,
+    then: Then = None,
+    first_share: FirstShare = 0.6,
+) -> None:
+    """Draw a figure of models side by side: a row a prompt, the same seeds.
+
+    Every model draws under the first one's conditions. The single pictures are kept; the same command draws
+    what is missing, and may name more models.
+
+    \b
+    Examples:
+      g2rpo gallery tiny tiny@g2rpo --prompts world:heldout --limit 6
+      g2rpo gallery black-forest-labs/FLUX.1-dev runs/a runs/b --labels base,A,B \\
+        --prompt "a cat" --prompt "a dog" --shift pipeline
+    """
+    drawing = drawing_of(
+        out=out,
+        prompts=prompts, prompt=prompt, limit=limit, steps=str(steps), shift=shift, num_images=1,
+        seed=seed, base=base, device=device, batch=batch, then=then, first_share=first_share,
+        asked={"guidance": guidance, "resolution": resolution, "precision": precision},
+    )  # fmt: skip
+    from g2rpo.evaluation.gallery import gallery as draw_gallery
+
+    done = draw_gallery(
+        models, drawing, labels=None if labels is None else labels.split(","), out=out, say=print
+    )
+    if done.interrupted:
+        raise typer.Exit(130)
+    if first_process():
+        print(f"{done.file}: {', '.join(done.labels)}")

@@ -1,0 +1,70 @@
+"""`g2rpo plan`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from g2rpo.cli.arguments import Overrides, Recipe
+from g2rpo.cli.console import (
+    quiet_other_packages,
+    recipe_and_overrides,
+    show,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def plan(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    seconds_per_forward: Annotated[
+        float | None, typer.Option(help="Time of one image's forward on one device: adds times to the table.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the model and rewards and time a few forwards here.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="Take times from the table of measured ones: H100 or H200.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GB of a device, to see what fits. Default: this machine's GPU.")
+    ] = None,
+    processes: Annotated[int, typer.Option(help="Devices that share the groups of an iteration.")] = 1,
+) -> None:
+    """Show what a run will cost, before any weight is loaded.
+
+    \b
+    Examples:
+      g2rpo plan
+      g2rpo plan tiny_gpu group_size=24 --measure
+      g2rpo plan flux_hps prompts=world:train --processes 16 --memory 80 --gpu H100
+      g2rpo plan my.toml --processes 8 --memory 80 --seconds-per-forward 0.35
+    """
+    from g2rpo.config.load import load_settings
+
+    if sum((measure, seconds_per_forward is not None, gpu is not None)) > 1:
+        raise ValueError("--measure, --gpu and --seconds-per-forward all say how fast; give one of them")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"--memory {memory:g}: a device has more than 0 GB")
+    settings = load_settings(*recipe_and_overrides(recipe, overrides))
+    quiet_other_packages()
+    sys.path.append(os.getcwd())  # as for `train`: --measure loads the rewards
+    from g2rpo.costs.costs import rows
+    from g2rpo.costs.estimate import plan_here
+
+    costs = plan_here(
+        settings,
+        num_processes=processes,
+        seconds_per_forward=seconds_per_forward,
+        measured=measure,
+        gpu=gpu,
+        memory_gb=memory,
+    )
+    show(("", "item", "value"), [row for row in rows(costs) if row[0] != "note"])
+    for note in costs.notes:
+        print(f"note: {note}")
