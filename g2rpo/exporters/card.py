@@ -6,13 +6,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from g2rpo.config.settings import Settings
-from g2rpo.exporters.export import ADAPTERS, Kind
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, SINGLE_FILE
 from g2rpo.models.tiny import is_tiny
+
+Kind = Literal["auto", "diffusers", "lora", "single_file", "comfyui"]
+"""Layouts of an export; "auto" is lora for runs that trained adapters, else diffusers."""
+
+ADAPTERS = ("lora", "comfyui")
+"""Layouts that hold adapters alone."""
 
 FLUX_WIDTH = 3072
 

@@ -15,21 +15,17 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from g2rpo.config.settings import Settings
-from g2rpo.exporters.card import model_card
+from g2rpo.exporters.card import ADAPTERS, Kind, model_card
 from g2rpo.inference.open import EXPORT_FILE, open_run, run_of
 from g2rpo.models.flux.export import WRITERS
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.run.folder import BEST
 from g2rpo.run.metrics import read_metrics
-
-Kind = Literal["auto", "diffusers", "lora", "single_file", "comfyui"]
-ADAPTERS = ("lora", "comfyui")
-"""Kinds that hold adapters alone."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,0 +1,326 @@
+"""`g2rpo compare`: its words, the report's files, and small real comparisons."""
+
+import csv
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.measured_runs import lines, write_run
+from support.processes import FORKS, run_command
+from typer.testing import CliRunner
+
+from g2rpo.__main__ import app
+from g2rpo.comparison.arms import read_arms, read_runs, read_seeds
+from g2rpo.comparison.compare import Comparison, compare, measured, report
+from g2rpo.comparison.page import write_curves
+from g2rpo.comparison.tables import reach_table, value_table
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.run.metrics import read_metrics
+
+# Words.
+
+
+def test_arms_from_words():
+    arms = read_arms(
+        ["a=tiny lr=1 'granularities=[1, 2]' rewards={\"x y:z\"=1, b=2}"], ["my/one.toml", "iterations=3"], []
+    )
+    assert [(a.name, a.recipe) for a in arms] == [("a", "tiny"), ("one", "my/one.toml")]
+    assert arms[0].overrides == (
+        "iterations=3", "lr=1", "granularities=[1, 2]", 'rewards={"x y:z"=1, b=2}'
+    )  # fmt: skip
+    assert arms[1].overrides == ("iterations=3",)
+    assert arms[0].words(4, Path("1e5"))[-2:] == ["seed=4", "out='1e5'"]
+
+
+def test_vary_multiplies_arms_and_wins_over_them():
+    arms = read_arms(["a=tiny lr=1"], [], ["lr=2,3", "granularities=[1],[1,2]"])
+    assert [a.name for a in arms][::3] == ["a lr=2 granularities=[1]", "a lr=3 granularities=[1,2]"]
+    assert len({a.folder for a in arms}) == 4 and not any(set(a.folder) & set(" []/") for a in arms)
+    assert arms[0].overrides == ("lr=1", "lr=2", "granularities=[1]")
+    assert [a.name for a in read_arms([], ["seedless=1"], ["lr=2,3"])] == ["tiny lr=2", "tiny lr=3"]
+    assert read_arms([], [], []) == [] and read_seeds("3, 1") == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("arms", "words", "vary", "message"),
+    [
+        (["tiny"], [], [], "is not NAME=RECIPE"),
+        (["../a=tiny"], [], [], "is not NAME=RECIPE"),
+        (["a=tiny", "a=tiny lr=1"], [], [], "2 arms are called 'a'"),
+        (["a=tiny"], ["x/a.toml"], [], "2 arms are called 'a'"),
+        (["a=tiny"], [], ["model=x/y,x y"], "2 arms are called 'a_model=x_y'"),
+        (["a=tiny seed=3"], [], [], "arm a: seed is not an arm's to set; it is given by --seeds"),
+        (["a=tiny"], ["stop_after=3"], [], "stop_after is not an arm's to set; every run goes to its end"),
+        (["a=tiny"], [], ["lr=1"], "not KEY=V1,V2 with two or more"),
+        (["a=tiny"], [], ["lr=1,1"], "not KEY=V1,V2 with two or more"),
+        (["a=tiny"], [], ["lr=1,2", "lr=3,4"], "--vary lr is given twice"),
+    ],
+)
+def test_words_that_are_no_arms(arms, words, vary, message):
+    with pytest.raises(ValueError, match=message):
+        read_arms(arms, words, vary)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,,1", "-1", "1,1", "1.5"])
+def test_words_that_are_no_seeds(text):
+    with pytest.raises(ValueError, match="--seeds"):
+        read_seeds(text)
+
+
+# Reports of runs that are there.
+
+
+@pytest.fixture
+def three_arms(tmp_path):
+    """a: two seeds; b: one, with an evaluation; "c" is not begun."""
+    a0 = write_run(tmp_path / "a0", lines([0.0, 2.0, 4.0]), 0)
+    a1 = write_run(tmp_path / "a1", lines([0.0, 4.0, 8.0]), 1)
+    b0 = write_run(tmp_path / "b0", lines([1.0, 7.0], nfe=20, evals=[(0, 0.5), (2, 0.25)]), 0,
+                   iterations=4, lr=1e-3)  # fmt: skip
+    return measured({"a": {0: a0, 1: a1}, "b": {0: b0}, "c": {0: tmp_path / "c0"}}, {}, 1, ["g2rpo <x>"])
+
+
+def test_tables_by_hand(three_arms):
+    assert three_arms.metrics() == ["reward/r", "eval/e"]
+    table = value_table(three_arms, "reward/r")
+    assert list(table.heads[4:]) == [
+        "final − a",
+        "at 2 iterations",
+        "at 30 forwards",
+        "at 100 forwards + update",
+        "at 4 s",
+    ]
+    assert table.rows[0][:6] == ["a", "2", "6.0000 ± 2.0000", "6.0000 ± 2.0000", "–", "3.0000 ± 1.0000"]
+    # b at 30 forwards: halfway between 20 and 40, 1 + 7 over 2; of seed 0 alone, 7 - 4.
+    assert table.rows[1] == ["b", "1", "7.0000", "7.0000", "+3.0000", "7.0000", "4.0000", "7.0000", "7.0000"]
+    assert table.rows[2] == ["c", "0", *["not measured"] * 7]
+    rows = {(row[0], row[1]): list(row[2:]) for row in reach_table(three_arms, "reward/r").rows}
+    assert rows["a", "b"] == [
+        "6.0000",
+        "2 of 3 (0.67×)",
+        "40 of 30 (1.33×)",
+        "100 of 120 (0.83×)",
+        "4 s of 6 s (0.67×)",
+    ]
+    assert rows["b", "a"] == [
+        "7.0000",
+        "never (itself: 2)",
+        "never (itself: 40)",
+        "never (itself: 100)",
+        "never (itself: 4 s)",
+    ]
+    assert rows["c", "a"] == ["not measured"] * 5
+    evaluation = value_table(three_arms, "eval/e")
+    assert evaluation.rows[0][2:] == ["not measured"] * 7
+    assert evaluation.rows[1][2:5] == ["0.2500", "0.5000", "–"]  # nothing of a to pair with
+
+
+class Parts(HTMLParser):
+    """Open tags, whatever would be fetched, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.fetched, self.images, self.text = [], [], 0, ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.images += tag == "img"
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "srcset") and v[:5] != "data:"]
+        if tag not in ("meta", "img", "br", "link", "hr"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_report_and_its_page(three_arms, tmp_path):
+    tables = report(tmp_path, three_arms)
+    assert list(tables) == ["reward/r", "eval/e"]
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    parts = Parts(page)
+    assert parts.open == [] and parts.fetched == [] and parts.images == 2 * 4
+    assert "url(" not in page and "<script" not in page and "@import" not in page
+    assert "g2rpo <x>" in parts.text and "<x>" not in page  # escaped
+    for told in ("2 of 4 runs are not finished", "never (itself: 2)", "not measured", "not begun", "lr"):
+        assert told in parts.text, told
+    markdown = (tmp_path / "compare.md").read_text(encoding="utf-8")
+    assert "| a | 2 | 6.0000 ± 2.0000 |" in markdown and "| lr | 3e-05 | 0.001 | – |" in markdown
+    with open(tmp_path / "compare.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 + 3 + 2 + 2
+    assert list(rows[-1].values()) == ["b", "0", "2", "40", "100", "4", "reward/r", "7.0"]
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    before = (tmp_path / "curves.svg").read_bytes()
+    write_curves(tmp_path, three_arms)
+    assert b"<svg" in before and (tmp_path / "curves.svg").read_bytes() == before
+
+
+def test_runs_that_are_there(tmp_path):
+    one = write_run(tmp_path / "one", lines([1.0, 2.0]), 0)
+    two = write_run(tmp_path / "two", lines([2.0, 4.0]), 1)
+    odd = write_run(tmp_path / "odd", lines([2.0, 4.0]), 2, lr=1e-3)
+    found = compare(tmp_path / "out", runs=[f"a={one}", f"a={two}", f"b={odd}"], window=1)
+    assert found.values["reward/r"].rows[0][2] == "3.0000 ± 1.0000" and not found.failed
+    again = compare(tmp_path / "out", report_only=True, window=1)  # from its record
+    assert again.values == found.values
+    with pytest.raises(ValueError, match=r"may differ in the seed alone.*lr: 3e-05 and 0\.001"):
+        compare(tmp_path / "out", runs=[f"a={one}", f"a={odd}"])
+    with pytest.raises(ValueError, match="is seed 0 of a already"):
+        read_runs([f"a={one}", f"a={one}"])
+    with pytest.raises(ValueError, match="is not NAME=FOLDER"):
+        read_runs([str(one)])
+    with pytest.raises(ValueError, match="is not a run folder"):
+        read_runs([f"a={tmp_path / 'no'}"])
+    (tmp_path / "two" / "metrics.jsonl").write_text(
+        '{"step": 1, "nfe": 10, "seconds": 1.0, "reward/r": 2.0}\n'
+    )
+    with pytest.raises(ValueError, match="two: iteration 1 has no nfe_update"):
+        compare(tmp_path / "out", runs=[f"a={two}"])
+    (tmp_path / "two" / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="holds no metrics"):
+        read_runs([f"a={two}"])
+
+
+def test_where_every_run_failed_their_reasons_are_told(tmp_path, monkeypatch):
+    ended = SimpleNamespace(failed={"a, seed 0": "signal SIGKILL"}, interrupted=False)
+    monkeypatch.setattr("g2rpo.comparison.compare.train_side_by_side", lambda *given: ended)
+    words = ["compare", "--arm", "a=tiny", "--seeds", "0", "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in told.output
+    assert "index.html" not in told.output
+
+
+def test_nothing_to_report_on(tmp_path):
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare(tmp_path)
+    with pytest.raises(ValueError, match="holds no comparison"):
+        compare(tmp_path, report_only=True)
+    (tmp_path / "compare.json").write_text("[]")
+    with pytest.raises(ValueError, match="is not a record of a comparison"):
+        compare(tmp_path, report_only=True)
+    with pytest.raises(ValueError, match="nothing was measured yet"):
+        compare(tmp_path, read_arms(["a=tiny"], [], []), [0], report_only=True)
+
+
+# The command.
+
+
+def test_the_command_reports_on_runs(tmp_path):
+    write_run(tmp_path / "one", lines([1.0, 2.0]), 0)
+    done = run_command(
+        "compare", "--run", "a=one", "--run", "b=one", "--smooth", "1", "--out", "out", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2.0000" in done.stdout and "out/index.html shows the curves" in done.stdout
+    assert "g2rpo compare --run a=one" in (tmp_path / "out" / "compare.md").read_text()
+
+
+def test_exit_codes(tmp_path, monkeypatch):
+    def call(*words):
+        return CliRunner().invoke(app, ["compare", "tiny", "--out", str(tmp_path / "out"), *words])
+
+    ended = Comparison(tmp_path, {"a, seed 0": "signal SIGKILL"}, False)
+    monkeypatch.setattr("g2rpo.comparison.compare.compare", lambda *given, **options: ended)
+    failed = call()
+    assert failed.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in failed.output
+    ended = Comparison(tmp_path, {}, True)
+    stopped = call()
+    assert stopped.exit_code == 130 and "the same command goes on" in stopped.output
+    assert call("--seeds", "x").exit_code == 2
+
+
+# Real runs, at the smallest size.
+
+SMALL = [
+    "prompts=world:demo", "prompts_per_iteration=1", "num_steps=3", "group_size=2", "rewards={tiny_clip=1.0}",
+    "sample_every=0", "num_sample_prompts=1", "compare_images=0", "eval_num_steps=1", "tensorboard=false",
+    "warmup_iterations=0", "ema_decay=0", "iterations=3", "device=cpu", "num_eval_prompts=1", "eval_every=3",
+    "eval_rewards=[]",
+]  # fmt: skip
+G2RPO = "g2rpo=tiny train_steps=1 granularities=[1]"
+DANCE = "dance=tiny algorithm=dance_grpo eta=0.3 train_steps=none granularities=none"
+BROKEN = "broken=tiny train_steps=1 granularities=[1] rewards={'support.custom_rewards:all_missing'=1}"
+
+
+def nothing():
+    """A first process starts the server that has everything imported."""
+
+
+def test_stopped_resumed_failed_and_finished_runs(tmp_path):
+    FORKS.Process(target=nothing).start()
+    out, told = tmp_path / "out", []
+    words = [*SMALL, f"cache={tmp_path / 'cache'}"]
+
+    def both(*arms, jobs=2, say=told.append, more=()):
+        return compare(out, read_arms(arms, [*words, *more], []), [0, 1], jobs=jobs, window=1, say=say)
+
+    def interrupting(text):
+        told.append(text)
+        if "started" in text:  # as Ctrl-C would be, while it trains
+            first = out / "runs" / "g2rpo" / "0" / "metrics.jsonl"
+            deadline = time.monotonic() + 120
+            while not (first.is_file() and '"nfe"' in first.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            raise KeyboardInterrupt
+
+    stopped = both(G2RPO, DANCE, jobs=1, say=interrupting)
+    assert stopped.interrupted and not (out / "index.html").exists()
+    assert latest_checkpoint(out / "runs" / "g2rpo" / "0") is not None
+    assert not (out / "runs" / "g2rpo" / "1").exists()
+
+    done = both(BROKEN, G2RPO, DANCE)
+    assert not done.interrupted and set(done.failed) == {"broken, seed 0", "broken, seed 1"}
+    assert "100% of the samples have no reward" in done.failed["broken, seed 0"]
+    for arm in ("g2rpo", "dance"):
+        for seed in (0, 1):
+            found = read_metrics(out / "runs" / arm / str(seed) / "metrics.jsonl")
+            assert [line["step"] for line in found if "nfe" in line] == [1, 2, 3]  # nothing twice
+            assert read_metrics(out / "runs" / arm / str(seed) / "metrics.jsonl")[0]["step"] == 0
+    rows = {row[0]: row for row in done.values["reward/tiny_clip"].rows}
+    assert rows["g2rpo"][1] == rows["dance"][1] == "2" and rows["broken"][2] == "not measured"
+    assert list(done.values) == ["reward/tiny_clip", "eval/tiny_clip", "eval_gain/tiny_clip"]
+
+    before = {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")}
+    told.clear()
+    again = both(G2RPO, DANCE)
+    assert told == [] and again.values["eval/tiny_clip"].rows[0] == done.values["eval/tiny_clip"].rows[1]
+    with pytest.raises(
+        ValueError, match=r"arm g2rpo: .* holds a run with other settings(.|\n)*lr: 3e-05 there"
+    ):
+        both(G2RPO, DANCE, more=["lr=1e-2"])
+    with pytest.raises(ValueError, match=r"arm g2rpo: .* evaluated in another way.*eval_num_steps: 1 and 2"):
+        both(G2RPO, DANCE, more=["eval_num_steps=2"])
+    assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before and told == []
+
+    # As a signal during the last evaluation leaves it: trained to the end, but not finished.
+    first = out / "runs" / "g2rpo" / "0"
+    (first / "finished").unlink()
+    kept = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first / "metrics.jsonl").write_text("".join(kept[:-1]))
+    assert "eval/tiny_clip" in kept[-1] and "eval/tiny_clip" not in kept[-2]
+    both(G2RPO, DANCE)
+    assert "3 of 4 runs are finished already" in told
+    assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before
+
+
+@pytest.mark.parametrize(
+    ("arms", "seeds", "message"),
+    [
+        (["a=tiny", "b=tinny"], [0], "arm b: no recipe 'tinny'"),
+        (["a=tiny", "b=tiny algorithm=dance_grpo"], [0], "arm b: .*takes no train_steps, granularities"),
+        (["a=tiny", "b=tiny prompts=missing.txt"], [0], "arm b: .*missing.txt"),
+        (["a=tiny", "b=tiny lr"], [0], "arm b: override 'lr' is not key=value"),
+        (["a=tiny"], [], "no seeds: give --seeds"),
+    ],
+)
+def test_bad_arms_are_told_before_anything_is_trained(tmp_path, arms, seeds, message):
+    with pytest.raises(ValueError, match=message):
+        compare(tmp_path / "out", read_arms(arms, [], []), seeds)
+    assert not (tmp_path / "out").exists()

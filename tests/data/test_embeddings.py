@@ -1,0 +1,115 @@
+"""The embedding cache: the same bits as the encoders, whatever the order and the interruptions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.random_flux import save_random_flux
+
+from g2rpo.data.embeddings import EmbeddingCache
+from g2rpo.models.flux.policy import FluxPolicy
+
+PROMPTS = ["a red circle", "two blue stars above a green square", "a red circle", "日本語 and “quotes”"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_random_flux(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="module")
+def policy(folder) -> FluxPolicy:
+    return FluxPolicy.load(folder)
+
+
+def assert_same(cond, other):
+    assert torch.equal(cond.text, other.text) and torch.equal(cond.pooled, other.pooled)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_bit_equal_to_the_encoders(folder, tmp_path, precision):
+    policy = FluxPolicy.load(folder, precision=precision)
+    expected = policy.encode(PROMPTS)
+    assert expected.text.dtype == getattr(torch, precision)
+    assert_same(EmbeddingCache(tmp_path).get(policy, PROMPTS), expected)
+    # Another process, another order, without the encoders in memory.
+    again = FluxPolicy.load(folder, precision=precision)
+    assert_same(EmbeddingCache(tmp_path).get(again, PROMPTS[::-1]), policy.encode(PROMPTS[::-1]))
+    assert again.text._encoders is None, "everything was in the cache, so nothing had to be loaded"
+
+
+def test_why_rows_are_stored_padded(policy):
+    # Two prompts of three words: their last token, padding in both, differs by the words before it.
+    text = policy.encode(["a red circle", "a blue star"]).text
+    assert not torch.allclose(text[0, -1], text[1, -1], atol=1e-3)
+
+
+def test_interrupted_and_continued(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr("g2rpo.data.embeddings.SHARD_PROMPTS", 2)
+    prompts = [f"{colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square")]
+    written = []
+
+    def stop_after_two_shards(done: int, missing: int) -> None:
+        written.append((done, missing))
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        EmbeddingCache(tmp_path).fill(policy, prompts, progress=stop_after_two_shards)
+    assert written == [(2, 6), (4, 6)]
+    cache = EmbeddingCache(tmp_path)
+    assert cache.missing(policy, prompts) == prompts[4:]
+    assert cache.fill(policy, prompts) == 2 and cache.fill(policy, prompts) == 0
+    assert_same(cache.get(policy, prompts), policy.encode(prompts))
+
+
+def test_half_written_shards_do_not_count(policy, tmp_path):
+    cache = EmbeddingCache(tmp_path)
+    cache.fill(policy, PROMPTS[:1])
+    shard = next(tmp_path.rglob("*.safetensors"))
+    shard.rename(shard.with_suffix(".1.tmp"))
+    assert EmbeddingCache(tmp_path).missing(policy, PROMPTS[:1]) == PROMPTS[:1]
+
+
+def test_a_damaged_shard_is_named(policy, tmp_path):
+    EmbeddingCache(tmp_path).fill(policy, PROMPTS[:1])
+    shard = next(tmp_path.rglob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:40])
+    with pytest.raises(ValueError, match=f"damaged embeddings .*{shard.name}"):
+        EmbeddingCache(tmp_path).get(policy, PROMPTS[:1])
+
+
+def test_a_changed_encoder_is_noticed(policy, folder, tmp_path):
+    cache = EmbeddingCache(tmp_path / "cache")
+    cache.fill(policy, PROMPTS)
+    other = FluxPolicy.load(save_random_flux(tmp_path / "other", seed=5))
+    shorter = FluxPolicy.load(folder, max_sequence_length=7)
+    halved = FluxPolicy.load(folder, precision="bfloat16")
+    for changed in (other, shorter, halved):
+        assert cache.missing(changed, PROMPTS[:2]) == PROMPTS[:2]
+        assert_same(cache.get(changed, PROMPTS[:2]), changed.encode(PROMPTS[:2]))
+    assert len(cache.other_encoders(policy)) == 3
+    # One byte of one weight file is enough, and the name of the folder is not.
+    moved = FluxPolicy.load(save_random_flux(tmp_path / "moved"))
+    assert moved.encoder_identity == policy.encoder_identity
+    weights = tmp_path / "moved" / "text_encoder" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert FluxPolicy.load(tmp_path / "moved").encoder_identity != policy.encoder_identity
+
+
+def test_no_prompts(policy, tmp_path):
+    with pytest.raises(ValueError, match="no prompts to embed"):
+        EmbeddingCache(tmp_path).get(policy, [])
+
+
+def test_no_space(policy, tmp_path, monkeypatch):
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 100, 0))
+    with pytest.raises(ValueError, match="do not fit"):
+        EmbeddingCache(tmp_path).fill(policy, PROMPTS)
+    assert not list(tmp_path.rglob("*.safetensors"))

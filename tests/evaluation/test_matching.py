@@ -1,0 +1,201 @@
+"""Which picture has which prompt, and that all kinds of files become the same pixels."""
+
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.painted_images import paint
+
+from g2rpo.evaluation.matching import in_order, match, read_pixels, size_of
+from g2rpo.evaluation.score_folder import score
+from g2rpo.inference.images import save_png
+
+
+def test_sorted_order_pairs_the_prompts_and_repeats_stay(tmp_path):
+    folder = paint(tmp_path / "in", {"c.png": 30, "a.jpg": 10, "b.webp": 20})
+    (folder / "notes.txt").write_text("not a picture")
+    (folder / "._c.png").write_text("what a Mac leaves behind")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "text": "hi"}\n\n{"prompt": "y"}\n{"prompt": "x"}\n')
+    items = match(folder, str(tmp_path / "p.jsonl")).items
+    assert [(item.name, item.prompt) for item in items] == [("a.jpg", "x"), ("b.webp", "y"), ("c.png", "x")]
+    assert items[0].metadata == {"text": "hi"} and items[1].metadata == {}
+
+
+def test_a_name_says_nothing_about_the_prompt(tmp_path):
+    folder = paint(tmp_path / "in", {"a blue star.png": 1, "a red circle.png": 2})
+    (tmp_path / "p.txt").write_text("a red circle\na blue star\n")
+    items = match(folder, str(tmp_path / "p.txt")).items
+    assert [(item.name, item.prompt) for item in items] == [
+        ("a blue star.png", "a red circle"),
+        ("a red circle.png", "a blue star"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["img_02.png", "img_10.png"], ["0.png", "1.png", "9.jpg"], ["a.png", "a2.png", "b.png"], ["Z", "a"]],
+)  # fmt: skip
+def test_an_order_that_is_clear(names):
+    assert in_order(names[::-1]) == names
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["img_2.png", "img_10.png"], [f"{i}.png" for i in range(12)], ["x9y", "x10a"], ["cat-2.png", "cat.png"]],
+)
+def test_an_order_that_is_not_clear_is_refused(names):
+    with pytest.raises(ValueError, match=r"order is not clear.*--map"):
+        in_order(names)
+
+
+def test_counts_that_differ_are_both_named(tmp_path):
+    folder = paint(tmp_path / "in", {"a.png": 1, "b.png": 2, "c.png": 3})
+    (folder / "d.gif").write_bytes(b"GIF89a")
+    (tmp_path / "p.txt").write_text("x\ny\n")
+    with pytest.raises(ValueError, match=r"3 pictures in .*d\.gif, passed over.* but 2 prompts in .*p\.txt"):
+        match(folder, str(tmp_path / "p.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("m.jsonl", '{"file": "b.png", "prompt": "two", "text": "T"}\n{"file": "a.png", "prompt": "one"}\n'),
+        ("m.csv", 'file,prompt,text\nb.png,two,T\na.png,one\n'),
+    ],
+)  # fmt: skip
+def test_a_mapping_pairs_by_file_and_brings_metadata(tmp_path, name, text):
+    folder = paint(tmp_path / "in", {"a.png": 1, "b.png": 2, "c.png": 3})
+    (tmp_path / name).write_text(text)
+    found = match(folder, mapping=str(tmp_path / name))
+    assert [(item.name, item.prompt) for item in found.items] == [("b.png", "two"), ("a.png", "one")]
+    assert found.items[0].metadata == {"text": "T"} and found.items[1].metadata.get("text") is None
+    assert len(found.notes) == 1 and "c.png" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["gone.png", "a.png", "also.png"], r"2 of 3 files of .*gone\.png, also\.png"),
+        (["a.png", "b.png", "../in/a.png"], r"line 3: \.\./in/a\.png stands in line 1 already"),
+        ([None], r"line 1: a mapping names the picture in `file`; this has none"),
+        ([7], r"this has 7"),
+    ],
+)
+def test_mappings_that_do_not_fit(tmp_path, lines, said):
+    folder = paint(tmp_path / "in", {"a.png": 1, "b.png": 2})
+    records = [{"prompt": "x"} | ({"file": name} if name is not None else {}) for name in lines]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(ValueError, match=said):
+        match(folder, mapping=str(tmp_path / "m.jsonl"))
+
+
+def test_pictures_that_carry_their_prompts(tmp_path):
+    folder = tmp_path / "in"
+    for i, prompt in enumerate(["one", "two"]):
+        save_png(torch.rand(3, 8, 8), folder / f"{i}.png", prompt, {"seed": i})
+    paint(folder, {"grid.png": 9})
+    found = match(folder)
+    assert [(item.name, item.prompt) for item in found.items] == [("0.png", "one"), ("1.png", "two")]
+    assert "grid.png left out" in found.notes[0]
+    (tmp_path / "p.txt").write_text("x\ny\n")  # the overview is no picture of the prompts' either
+    assert [item.prompt for item in match(folder, str(tmp_path / "p.txt")).items] == ["x", "y"]
+    save_png(
+        torch.rand(3, 8, 8), folder / "other.png", '{"3": {"class_type": "KSampler"}}'
+    )  # ComfyUI's field
+    with pytest.raises(ValueError, match=r"1 of 3 pictures .* carry no prompt by g2rpo: other\.png; give"):
+        match(folder)
+
+
+def test_leftovers_of_another_model_are_told(tmp_path):
+    """As `sample` leaves them that drew fewer pictures into the same folder than the call before."""
+    for i in range(5):
+        save_png(torch.rand(3, 8, 8), tmp_path / f"{i}.png", "x", {"model": "old" if i > 1 else "new"})
+    found = match(tmp_path)
+    assert len(found.items) == 5
+    said = "2 by new (0.png …), 3 by old (2.png …); the means are over all of them"
+    assert found.notes == [f"note: pictures of 2 models lie here: {said}"]
+    for i in range(2, 5):
+        (tmp_path / f"{i}.png").unlink()
+    assert match(tmp_path).notes == []
+
+
+def test_a_picture_called_grid_is_one_where_no_other_carries_a_prompt(tmp_path):
+    folder = paint(tmp_path / "in", {"grid.png": 1, "z.png": 2})
+    (tmp_path / "p.txt").write_text("x\ny\n")
+    assert [item.name for item in match(folder, str(tmp_path / "p.txt")).items] == ["grid.png", "z.png"]
+
+
+# Pixels.
+
+
+def png_of_16_bit_colour(path, pixels):
+    height, width, _ = pixels.shape
+    lines = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0))]
+    chunks += [(b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
+    data = [struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+            for kind, body in chunks]  # fmt: skip
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
+
+
+def test_kinds_of_files_become_the_same_pixels(tmp_path):
+    grey = np.arange(0, 240, 10, dtype=np.uint8).reshape(4, 6)
+    rgb = np.stack([grey] * 3, -1)
+    picture = Image.fromarray(rgb)
+    alpha = picture.copy()
+    alpha.putalpha(255)
+    picture.save(tmp_path / "8.png")
+    alpha.save(tmp_path / "alpha.png")
+    picture.quantize(256).save(tmp_path / "palette.png")
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "grey16.png")
+    png_of_16_bit_colour(tmp_path / "rgb16.png", rgb.astype(np.uint16) * 257)
+    picture.save(tmp_path / "lossless.webp", lossless=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored lying on its side: shown after a quarter turn clockwise
+    picture.rotate(90, expand=True).save(tmp_path / "turned.webp", lossless=True, exif=exif)
+    picture.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
+    picture.save(tmp_path / "camera.jpg", "MPO", save_all=True, append_images=[picture], quality=100)
+    assert size_of(tmp_path / "camera.jpg") == (6, 4)
+    assert (read_pixels(tmp_path / "camera.jpg") * 255 - torch.from_numpy(grey)).abs().max() < 12
+    (tmp_path / "camera.jpg").unlink()
+    expected = torch.from_numpy(rgb).permute(2, 0, 1).float() / 255
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 9
+    for file in files:
+        assert size_of(file) == (6, 4), file.name
+        assert torch.equal(read_pixels(file), expected), file.name
+    picture.resize((60, 40)).save(tmp_path / "photo.jpg", quality=95)
+    there = read_pixels(tmp_path / "photo.jpg")
+    assert there.shape == (3, 40, 60) and (there.mean() - expected.mean()).abs() < 0.01
+
+
+def test_transparency_lies_on_white(tmp_path):
+    Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert read_pixels(tmp_path / "clear.png").unique().tolist() == [1]
+
+
+def broken_files(folder):
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "good.png")
+    (folder / "text.png").write_text("hello")
+    (folder / "empty.jpg").write_bytes(b"")
+    frames = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in (0, 99)]
+    frames[0].save(folder / "moving.webp", save_all=True, append_images=frames[1:], lossless=True)
+
+
+@pytest.mark.parametrize("name", ["text.png", "empty.jpg", "moving.webp"])
+def test_what_cannot_be_read_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, name):
+    broken_files(tmp_path / "in")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "loads.py").write_text("raise RuntimeError('a model was loaded')")
+    (tmp_path / "m.jsonl").write_text(
+        f'{{"file": "good.png", "prompt": "x"}}\n{{"file": "{name}", "prompt": "y"}}'
+    )
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as a picture"):
+        score(tmp_path / "in", ["loads:score"], mapping=str(tmp_path / "m.jsonl"), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,260 @@
+"""Exports load in stock diffusers and give the same velocity; saved models open by their path."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.random_flux import save_random_flux
+from support.trained_runs import PROMPTS, make_run, velocity
+
+from g2rpo.config.load import Settings
+from g2rpo.exporters.card import base_licence, model_card
+from g2rpo.exporters.export import DTYPES, Kind, export_run
+from g2rpo.inference.open import open_policy
+from g2rpo.models.flux.export import merged_state
+from g2rpo.models.flux.layout import is_original, to_diffusers
+
+CARD = "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial-license\n---\nText"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = save_random_flux(tmp_path_factory.mktemp("base"))
+    (folder / "README.md").write_text(CARD)
+    (folder / "LICENSE.md").write_text("terms")
+    return folder
+
+
+@torch.no_grad()
+def stock_velocity(pipeline, guidance: float) -> torch.Tensor:
+    """The same through a stock pipeline's own parts."""
+    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(7))
+    text, pooled, txt_ids = pipeline.encode_prompt(PROMPTS, max_sequence_length=12)
+    ids = pipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32)
+    return pipeline.transformer(
+        hidden_states=x, encoder_hidden_states=text, pooled_projections=pooled, txt_ids=txt_ids, img_ids=ids,
+        timestep=torch.tensor([0.9, 0.3]), guidance=torch.full((2,), guidance), return_dict=False,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lora_rank", "kind"), [(0, "auto"), (2, "diffusers")])
+def test_whole_model_loads_in_the_stock_pipeline(base, tmp_path, lora_rank, kind):
+    from diffusers import FluxPipeline
+
+    run, policy = make_run(tmp_path / "run", base, lora_rank)
+    out = export_run(run, kind=kind)
+    assert out == run / "export"
+    pipeline = FluxPipeline.from_pretrained(out)
+    expected = velocity(policy)
+    assert (expected - velocity(open_policy(base, guidance=2.0, device="cpu"))).abs().max() > 0.05
+    torch.testing.assert_close(stock_velocity(pipeline, 2.0), expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name, _ in pipeline.transformer.named_parameters())
+    # The export knows the guidance that it was trained with.
+    torch.testing.assert_close(velocity(open_policy(out, device="cpu")), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_loads_in_the_stock_pipeline(base, tmp_path):
+    from diffusers import FluxPipeline
+
+    run, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    out = export_run(run, tmp_path / "adapters")
+    assert not (out / "transformer").exists()
+    pipeline = FluxPipeline.from_pretrained(base)
+    pipeline.load_lora_weights(out)
+    expected = velocity(policy)
+    torch.testing.assert_close(stock_velocity(pipeline, 2.0), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(velocity(open_policy(out, device="cpu")), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_runs_and_checkpoints_open(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0)
+    assert torch.equal(velocity(open_policy(run)), velocity(policy))
+    assert torch.equal(velocity(open_policy(run / "checkpoints" / "step_000005")), velocity(policy))
+
+
+CONDITIONS = {
+    "precision": "bfloat16", "guidance": 2.0, "true_cfg": 1.5, "resolution": 8, "max_sequence_length": 6,
+    "sigma_rounding": "released",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_saved_models_open_under_the_conditions_of_their_run(base, tmp_path, lora_rank):
+    run, policy = make_run(tmp_path / "run", base, lora_rank, **CONDITIONS)
+    exported = export_run(run)
+    for opened in (policy, open_policy(run), open_policy(exported, device="cpu")):
+        assert opened.conditions == CONDITIONS
+    # The second model of a comparison gets those of the first; what is asked for comes before both.
+    assert open_policy(base, device="cpu", **policy.conditions).conditions == CONDITIONS
+    assert open_policy(exported, device="cpu", sigma_rounding="exact").sigma_rounding == "exact"
+
+
+def test_ema_is_what_opens(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0, ema_decay=0.9)
+    opened = dict(open_policy(run).module.named_parameters())
+    for name, parameter in policy.module.named_parameters():
+        assert torch.equal(opened[name], 0.5 * parameter)
+
+
+def test_bare_weights_need_their_base(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0)
+    out = export_run(run)
+    weights = out / "transformer" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ValueError, match="base=NAME"):
+        open_policy(weights)
+    opened = open_policy(weights, base=str(base), guidance=2.0, device="cpu")
+    assert torch.equal(velocity(opened), velocity(policy))
+
+
+def test_bfloat16_halves_the_transformer(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    whole = (export_run(run) / name).stat().st_size
+    half = (export_run(run, dtype="bfloat16") / name).stat().st_size
+    assert half < 0.6 * whole
+
+
+def test_model_card(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2)
+    out = export_run(run)
+    card = (out / "README.md").read_text()
+    assert (
+        "license_name: flux-1-dev-non-commercial-license" in card
+        and (out / "LICENSE.md").read_text() == "terms"
+    )
+    # Metrics up to the checkpoint's iteration 5: first 0.1, last 0.5, not the sixth line's 0.6.
+    assert "| reward/tiny_clip | 0.1000 | 0.5000 |" in card and "loss" not in card.split("## Settings")[0]
+    assert "trained for 5 iterations with g2rpo" in card and "lora_rank = 2" in card
+    assert "guidance_scale=2, height=16, width=16, max_sequence_length=12" in card
+    assert json.loads((out / "g2rpo.json").read_text())["base_model"] == str(base)
+    assert base_licence(tmp_path) == {}
+
+
+def test_what_a_user_can_get_wrong(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    for kind in ("lora", "comfyui"):
+        with pytest.raises(ValueError, match="no LoRA; take the layout diffusers or single_file"):
+            export_run(run, kind=kind)
+    with pytest.raises(ValueError, match="kind='onnx': choose one of auto, diffusers, lora, single_file"):
+        export_run(run, kind="onnx")
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        export_run(run, dtype="int8")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is no export of g2rpo"):
+        export_run(run, precious)
+    assert (precious / "thesis.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="neither a run folder"):
+        export_run(tmp_path)
+    (run / "latest").unlink()
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        export_run(run)
+
+
+def test_exporting_again_replaces_the_export(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    out = export_run(run)
+    (out / "stale").write_text("old")
+    assert export_run(run) == out and not (out / "stale").exists()
+    assert not list(run.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("lora_rank", "dtype"), [(0, "float32"), (2, "float32"), (2, "bfloat16")])
+def test_single_file_holds_the_merged_transformer(base, tmp_path, lora_rank, dtype):
+    run, policy = make_run(tmp_path / "run", base, lora_rank)
+    out = export_run(run, kind="single_file", dtype=dtype)
+    assert {path.name for path in out.iterdir()} == {
+        "model.safetensors",
+        "README.md",
+        "g2rpo.json",
+        "LICENSE.md",
+    }
+    state = load_file(out / "model.safetensors")
+    assert is_original(state) and {value.dtype for value in state.values()} == {DTYPES[dtype]}
+    # Found by its path, under the conditions of the run or those asked for.
+    opened = open_policy(out / "model.safetensors", base=str(base), guidance=2.0, device="cpu")
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(velocity(opened), velocity(policy), **close)
+    # The same weights as the layout that diffusers loads.
+    other = export_run(run, tmp_path / "other", kind="diffusers", dtype=dtype) / "transformer"
+    theirs = load_file(other / "diffusion_pytorch_model.safetensors")
+    ours = to_diffusers(state, policy.module.config)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_comfyui_lora_gives_the_trained_policy(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    out = export_run(run, kind="comfyui")
+    assert {path.name for path in out.iterdir()} == {
+        "comfyui_lora.safetensors", "README.md", "g2rpo.json", "LICENSE.md",
+    }  # fmt: skip
+    opened = open_policy(out / "comfyui_lora.safetensors", base=str(base), guidance=2.0, device="cpu")
+    torch.testing.assert_close(velocity(opened), velocity(policy), rtol=1e-4, atol=1e-4)
+    ranks = {
+        key.removesuffix(".lora_down.weight"): len(value)
+        for key, value in load_file(out / "comfyui_lora.safetensors").items()
+        if ".lora_down." in key
+    }
+    assert ranks["lora_unet_double_blocks_0_txt_attn_qkv"] == 6
+    assert ranks["lora_unet_single_blocks_1_linear1"] == 8 and ranks["lora_unet_single_blocks_1_linear2"] == 2
+
+
+def test_cards_say_how_each_kind_is_loaded(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    for kind, name in (("single_file", "model"), ("comfyui", "comfyui_lora")):
+        card = (export_run(run, kind=kind) / "README.md").read_text()
+        assert f'g2rpo sample "THIS FOLDER/{name}.safetensors" --base {base}' in card and "width 3072" in card
+        assert ("- lora" in card) == (kind == "comfyui") and "from_pretrained" not in card
+    # At FLUX.1's width the others read these files too.
+    policy.module.register_to_config(num_attention_heads=24, attention_head_dim=128)
+    policy.true_cfg = 2.0
+    settings = Settings(model="owner/flux", out="runs/a")
+    cards = {kind: model_card(settings, [], 1, policy=policy, kind=kind) for kind in get_args(Kind)[1:]}
+    assert (
+        '"THIS FOLDER/model.safetensors", config="owner/flux", subfolder="transformer"'
+        in cards["single_file"]
+    )
+    assert "models/diffusion_models" in cards["single_file"] and "models/loras" in cards["comfyui"]
+    loads = 'load_lora_weights("THIS FOLDER", weight_name="comfyui_lora.safetensors")'
+    assert loads in cards["comfyui"] and 'load_lora_weights("THIS FOLDER")' in cards["lora"]
+    for card in cards.values():
+        code = card.split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+        assert 'true_cfg_scale=2, negative_prompt=""' in code
+
+
+def test_a_folder_that_cannot_be_written_is_named(base, tmp_path, monkeypatch):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+
+    def refused(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(ValueError, match=f"cannot write to {run} .Permission denied.; .* --out FOLDER"):
+        export_run(run)
+
+
+def test_merging_holds_each_weight_once(base, tmp_path):
+    """In the target dtype, tensor by tensor: what is kept of a weight is its rounded copy."""
+    _, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    whole, half = merged_state(policy.module), merged_state(policy.module, torch.bfloat16)
+    assert whole.keys() == half.keys() and {value.dtype for value in half.values()} == {torch.bfloat16}
+    assert all(torch.equal(value.bfloat16(), half[key]) for key, value in whole.items())
+    # float32 weights without adapters are not copied at all
+    own = dict(policy.module.named_parameters())
+    assert whole["x_embedder.weight"].data_ptr() == own["x_embedder.weight"].data_ptr()
+
+
+def test_float8_bases_are_exported_whole(base, tmp_path):
+    """The adapters of a run whose base was stored in 8 bits are merged into the base as it is."""
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2, base_dtype="float8")
+    exported = export_run(run, kind="single_file")
+    state = to_diffusers(
+        load_file(exported / "model.safetensors"), open_policy(base, device="cpu").module.config
+    )
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    assert torch.equal(state["x_embedder.weight"], load_file(base / name)["x_embedder.weight"])

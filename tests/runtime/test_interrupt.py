@@ -1,0 +1,249 @@
+"""One request to stop that comes twice, and a second one: nothing half done is ever saved."""
+
+import os
+import signal
+import subprocess
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.small_runs import SMALL, quiet, timeless, wait_for
+
+import g2rpo
+from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.run.checkpoint import save_checkpoint
+from g2rpo.run.folder import latest_checkpoint
+from g2rpo.runtime import interrupt as interrupt_module
+from g2rpo.runtime.interrupt import interruptible, undisturbed
+from g2rpo.training import trainer
+from g2rpo.training.ema import holding
+
+
+@pytest.fixture
+def every_signal_counts(monkeypatch):
+    monkeypatch.setattr(interrupt_module, "ONE_REQUEST", 0.0)
+
+
+def test_one_request_may_come_by_two_ways():
+    with interruptible() as interrupt:
+        with interrupt.deferred():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_nor_does_its_second_way_cut_off_what_the_first_began():
+    done = []
+    with interruptible():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGTERM)
+            done.append("saved")
+    assert done == ["saved"]
+
+
+def test_a_second_request_ends_what_waits(every_signal_counts):
+    with interruptible() as interrupt, interrupt.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_nor_what_comes_after_the_work():
+    """The rest of the process's life is spent on leaving: exit code 130 is not to become that of a kill."""
+    with interruptible() as interrupt, interrupt.deferred():
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_but_later_signals_are_the_callers_again(every_signal_counts):
+    with interruptible() as interrupt, interrupt.deferred():
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Signalled:
+    """A context manager that is signalled while it is entered, or left."""
+
+    def __init__(self, when):
+        self.when, self.past = when, []
+
+    def __enter__(self):
+        if self.when == "entered":
+            signal.raise_signal(signal.SIGINT)
+        self.past.append("entered")
+
+    def __exit__(self, *error):
+        if self.when == "left":
+            signal.raise_signal(signal.SIGINT)
+        self.past.append("left")
+
+
+@pytest.mark.parametrize("when", ["entered", "within", "left"])
+def test_around_another_manager_a_signal_waits_but_not_within_it(when):
+    manager, reached, ended = Signalled(when), [], False
+    with interruptible() as interrupt:
+        try:
+            with interrupt.around(manager):
+                reached.append("within")
+                if when == "within":
+                    signal.raise_signal(signal.SIGINT)
+                    reached.append("after it")
+        except KeyboardInterrupt:
+            ended = True
+    assert manager.past == ["entered", "left"] and interrupt.asked
+    assert reached == ([] if when == "entered" else ["within"]) and ended == (when != "left")
+
+
+def test_undisturbed_is_around_what_is_going_on():
+    alone, within = Signalled("never"), Signalled("left")
+    with undisturbed(alone):
+        pass
+    with interruptible() as interrupt:
+        with undisturbed(within):
+            pass
+        assert interrupt.asked
+    assert alone.past == within.past == ["entered", "left"]
+
+
+def test_weights_that_were_lent_half_come_back():
+    """A signal between two of the weights, while the averaged ones take the place of the trained ones."""
+
+    class Values(dict):
+        def items(self):
+            yield from list(super().items())[:1]
+            raise KeyboardInterrupt
+
+    parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in "ab"}
+    means = Values({name: torch.ones(2) for name in "ab"})
+    with pytest.raises(KeyboardInterrupt), holding(parameters, means):
+        raise AssertionError("not reached")
+    assert not any(p.any() for p in parameters.values())
+
+
+@pytest.fixture
+def run(tmp_path):
+    def train(out="run", **changes):
+        values = SMALL | {"cache": str(tmp_path / "cache"), "out": str(tmp_path / out)} | changes
+        return g2rpo.train("tiny", **values)
+
+    return train
+
+
+@pytest.mark.parametrize("way", ["one request by two ways", "two requests"])
+@pytest.mark.parametrize("moment", ["update", "checkpoint"])
+def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monkeypatch, way, moment):
+    """In iteration 2, between its two optimizer steps, or while its checkpoint is written."""
+    settings = {"iterations": 3, "update": "per_step", "checkpoint_every": 1 if moment == "checkpoint" else 9}
+    whole = run("whole", **settings)
+    if way == "two requests":
+        monkeypatch.setattr(interrupt_module, "ONE_REQUEST", 0.0)
+    place, name, nth = {
+        "update": (torch.nn.utils, "clip_grad_norm_", 4),
+        "checkpoint": (trainer, "save_checkpoint", 2),
+    }[moment]
+    original, calls = getattr(place, name), []
+
+    def signalled(*given, **options):
+        calls.append(1)
+        if len(calls) == nth:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given, **options)
+
+    monkeypatch.setattr(place, name, signalled)
+    stopped = run(**settings)
+    monkeypatch.setattr(place, name, original)
+    saved = latest_checkpoint(stopped.out)
+    assert stopped.interrupted and not stopped.finished
+    assert stopped.step == (int(saved.name[-6:]) if saved else 0)
+    # Half an update is none, nor is a checkpoint begun anew: what was there before counts.
+    before = {"update": 0, "checkpoint": 1}
+    assert stopped.step == (2 if way == "one request by two ways" else before[moment])
+    done = run(**settings)
+    assert done.finished and timeless(done.metrics) == timeless(whole.metrics)
+
+
+def test_a_second_request_gets_through_torchs_writer(tmp_path, monkeypatch):
+    def cut_off(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", cut_off)
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 1, {"module": module, "optimizer": torch.optim.AdamW(module.parameters())})
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_float32_weights_come_back_after_an_evaluation_that_was_cut_off(run, monkeypatch):
+    resident, gone, back = FluxPolicy.resident, [], []
+
+    @contextmanager
+    def signalled(self):
+        with resident(self):
+            gone.append(1)
+            try:
+                yield
+            finally:
+                if len(gone) == 2:  # the evaluation of step 0; the first draws the grid
+                    signal.raise_signal(signal.SIGINT)
+                back.append(1)
+
+    monkeypatch.setattr(FluxPolicy, "resident", signalled)
+    stopped = run(iterations=1, eval_every=1, eval_prompts="world:heldout", num_eval_prompts=1)
+    assert stopped.interrupted and len(gone) == len(back) >= 2
+
+
+def test_a_reward_that_draws_numbers_draws_the_same_after_an_abandoned_rollout(run, monkeypatch):
+    module = types.ModuleType("drawing")
+
+    def drawn(images, prompts, metadata):
+        scores = torch.rand(len(images))
+        if module.calls.append(1) or len(module.calls) == module.signalled:
+            signal.raise_signal(signal.SIGINT)
+        return scores
+
+    module.drawn, module.calls, module.signalled = drawn, [], 0
+    monkeypatch.setitem(sys.modules, "drawing", module)
+    settings = {"rewards": {"drawing:drawn": 1.0}, "iterations": 2}
+    whole = run("whole", **settings)
+    module.signalled = len(module.calls) + len(module.calls)  # the last of as many again: in iteration 2
+    stopped, done = run(**settings), run(**settings)
+    assert stopped.interrupted and stopped.step == 1
+    assert timeless(done.metrics) == timeless(whole.metrics)
+
+
+def test_compare_under_timeout_waits_for_its_runs_checkpoints(tmp_path):
+    """`timeout` signals the command and its group: the server of its runs, too, which is in that group."""
+    small = [f"{key}={value}" for key, value in SMALL.items() if key not in ("rewards", "granularities")]
+    small += ["granularities=[1]", "iterations=500", f"cache={tmp_path / 'cache'}", "checkpoint_every=500"]
+    small += ["tensorboard=false", "--seeds", "0,1", "--jobs", "2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "g2rpo", "compare", "tiny", *small]
+    # Slow disks: who does not wait for its runs is gone before they have written.
+    slow = "import os, time\nsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.4), sync(file))[1]\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with (tmp_path / "told").open("w") as told:
+        process = subprocess.Popen(
+            command, stdout=told, stderr=told, env={**quiet(), "PYTHONPATH": path}, start_new_session=True
+        )
+    runs = [tmp_path / "out" / "runs" / "tiny" / seed for seed in "01"]
+    lines = [one / "metrics.jsonl" for one in runs]
+    wait_for(
+        lambda: process.poll() is not None or all(one.exists() and "nfe" in one.read_text() for one in lines)
+    )
+    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)
+    code = process.wait(120)
+    written = [latest_checkpoint(one) for one in runs]
+    assert code == 130 and all(written), (tmp_path / "told").read_text()
+    assert "the same command goes on" in (tmp_path / "told").read_text()

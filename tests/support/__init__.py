@@ -1,0 +1,1 @@
+"""Helpers of the tests: small models and runs, processes, servers and files."""
