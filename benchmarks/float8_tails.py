@@ -64,11 +64,19 @@ def main() -> None:
             cond = policy.encode(texts)
             for name, seen in found.items():
                 samples = sample(
-                    policy, plan, sigmas, cond, group_size=12, diffusion="flow", eta=0.7, seed=0, iteration=0,
+                    policy,
+                    plan,
+                    sigmas,
+                    cond,
+                    group_size=12,
+                    diffusion="flow",
+                    eta=0.7,
+                    seed=0,
+                    iteration=0,
                     prompt_indices=range(low, low + len(batch)),
                     rollout_batch=given.rollout_batch if name != "other batches" else 37,
                     tails=policy.tails if name == "float8" else nullcontext,
-                )  # fmt: skip
+                )
                 judged = score(
                     policy, samples, rewards, texts, [prompt.metadata for prompt in batch], decode_batch=512
                 )

@@ -112,9 +112,13 @@ def main() -> None:
         for name in given.variants:
             torch._dynamo.reset()  # graphs hold the attention kernel that they were made with
             policy = load_policy(
-                given.model, device=device, resolution=given.resolution, precision="bfloat16",
-                compiled=device.type == "cuda", **VARIANTS[name],
-            )  # fmt: skip
+                given.model,
+                device=device,
+                resolution=given.resolution,
+                precision="bfloat16",
+                compiled=device.type == "cuda",
+                **VARIANTS[name],
+            )
             if device.type == "cuda":
                 torch.backends.cuda.preferred_blas_library("cublaslt" if "cuBLASLt" in name else "cublas")
             torch._inductor.config.max_autotune_gemm = "autotuned" in name

@@ -123,9 +123,15 @@ class Bench:
             )
             keys = tuple((self.seed, 0, p) for p in rows.tolist())
             samples = grow(
-                many, plan, levels, Anchor(states, velocities, None), noise.to(self.policy.device), keys,
-                diffusion=algorithm.diffusion, eta=algorithm.eta,
-            )  # fmt: skip
+                many,
+                plan,
+                levels,
+                Anchor(states, velocities, None),
+                noise.to(self.policy.device),
+                keys,
+                diffusion=algorithm.diffusion,
+                eta=algorithm.eta,
+            )
             texts, metadata = ([every[r] for r in rows.tolist()] for every in (self.texts, self.metadata))
             return score(self.policy, samples, self.rewards, texts, metadata, decode_batch=self.batch)
 
@@ -139,9 +145,15 @@ class Bench:
             for rows, weights in zip(found, WEIGHTS, strict=True):
                 given = rows_of(groups, arm.advantages(groups, weights))
                 update(
-                    self.policy, arm.algorithm, given, mine, self.sigmas, self.optimizer,
-                    max_grad_norm=math.inf, update_batch=self.batch,
-                )  # fmt: skip
+                    self.policy,
+                    arm.algorithm,
+                    given,
+                    mine,
+                    self.sigmas,
+                    self.optimizer,
+                    max_grad_norm=math.inf,
+                    update_batch=self.batch,
+                )
                 rows.append(self.optimizer.gradient)
         return [torch.stack(rows) for rows in found]
 
@@ -268,11 +280,19 @@ def main() -> None:
     shape, seed = policy.latent_shape, given.first
     start = torch.stack([keyed_noise(shape, seed, 0, p, "start") for p in range(len(texts))])
     bench = Bench(
-        policy, load_rewards(list(REWARDS), device), texts, [prompt.metadata for prompt in prompts],
-        policy.encode(texts), start.to(device), shifted_sigmas(T, SHIFT),
-        Captured([p for p in policy.module.parameters() if p.requires_grad], {}), given.batch, seed,
-        given.prompts, given.repeats if given.fresh else 0,
-    )  # fmt: skip
+        policy,
+        load_rewards(list(REWARDS), device),
+        texts,
+        [prompt.metadata for prompt in prompts],
+        policy.encode(texts),
+        start.to(device),
+        shifted_sigmas(T, SHIFT),
+        Captured([p for p in policy.module.parameters() if p.requires_grad], {}),
+        given.batch,
+        seed,
+        given.prompts,
+        given.repeats if given.fresh else 0,
+    )
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     told: dict[str, Any] = {"machine": machine, "torch": torch.__version__}
     told |= {key: getattr(given, key) for key in ("prompts", "first", "fresh", "guidance", "reference_group")}

@@ -127,9 +127,15 @@ def wait(device: torch.device) -> None:
 
 
 def told(
-    given: argparse.Namespace, results: dict[str, Any], device: torch.device, forwards: float, decode: float,
-    nfe: int, images: int, useful: int,
-) -> dict[str, float]:  # fmt: skip
+    given: argparse.Namespace,
+    results: dict[str, Any],
+    device: torch.device,
+    forwards: float,
+    decode: float,
+    nfe: int,
+    images: int,
+    useful: int,
+) -> dict[str, float]:
     """Figures of one prompt: the slowest process counts.
 
     Args:
@@ -161,8 +167,9 @@ def told(
 @torch.no_grad()
 def released(given: argparse.Namespace, device: torch.device, results: dict[str, Any]) -> dict[str, Any]:
     """Measured in part, scaled by counted evaluations."""
-    policy = load_policy(given.model, device=device, resolution=given.resolution, precision="bfloat16",
-                         lora_rank=1)  # fmt: skip
+    policy = load_policy(
+        given.model, device=device, resolution=given.resolution, precision="bfloat16", lora_rank=1
+    )
     vae, shape, decode, encode = policy.vae, policy.latent_shape, policy.decode, policy.encode
     cond = encode([f"prompt {rank()}"])
     ids = policy._img_ids
@@ -179,11 +186,15 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
             return network(
-                hidden_states=x, encoder_hidden_states=cond.text, pooled_projections=cond.pooled,
-                timestep=(1000 * sigma).trunc() / 1000, img_ids=ids,
-                txt_ids=ids.new_zeros(cond.text.shape[1], 3), guidance=x.new_full((1,), GUIDANCE),
+                hidden_states=x,
+                encoder_hidden_states=cond.text,
+                pooled_projections=cond.pooled,
+                timestep=(1000 * sigma).trunc() / 1000,
+                img_ids=ids,
+                txt_ids=ids.new_zeros(cond.text.shape[1], 3),
+                guidance=x.new_full((1,), GUIDANCE),
                 return_dict=False,
-            )[0].float()  # fmt: skip
+            )[0].float()
 
     sigmas = shifted_sigmas(NUM_STEPS, SHIFT)
     x = torch.randn(1, *shape, device=device)
@@ -229,9 +240,15 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
     )
     num_images = 3 * given.train_steps * given.group_size + 1
     figures = told(
-        given, results, device, forwards / nfe * every, decoding / len(images) * num_images, every,
-        num_images, plan.nfe(given.group_size)["total"],
-    )  # fmt: skip
+        given,
+        results,
+        device,
+        forwards / nfe * every,
+        decoding / len(images) * num_images,
+        every,
+        num_images,
+        plan.nfe(given.group_size)["total"],
+    )
     return figures | {"measured_nfe": nfe, "measured_images": len(images), "scaled": every / nfe}
 
 
@@ -280,9 +297,14 @@ def ours(
     """A whole rollout of the package, after one that compiles; and the same alone on one GPU of them."""
     began = time.perf_counter()
     policy = load_policy(
-        given.model, device=device, resolution=given.resolution, precision="bfloat16", compiled=True,
-        tails_precision="float8" if low else "compute", mesh=sharding_mesh(device),
-    )  # fmt: skip
+        given.model,
+        device=device,
+        resolution=given.resolution,
+        precision="bfloat16",
+        compiled=True,
+        tails_precision="float8" if low else "compute",
+        mesh=sharding_mesh(device),
+    )
     cond = policy.encode([f"prompt {rank()}"])
     rewards = load_rewards(["colourfulness"], device)
     loaded = time.perf_counter() - began
@@ -291,11 +313,20 @@ def ours(
         plan = g2rpo(train_steps=steps).plan.plan(NUM_STEPS, 0, 0)
         stopwatch = Stopwatch(device)
         samples = sample(
-            policy, plan, shifted_sigmas(NUM_STEPS, SHIFT), cond, group_size=given.group_size,
-            diffusion="flow", eta=ETA, seed=0, iteration=0, prompt_indices=[rank()],
+            policy,
+            plan,
+            shifted_sigmas(NUM_STEPS, SHIFT),
+            cond,
+            group_size=given.group_size,
+            diffusion="flow",
+            eta=ETA,
+            seed=0,
+            iteration=0,
+            prompt_indices=[rank()],
             rollout_batch=given.rollout_batch,
-            stopwatch=stopwatch, tails=policy.tails,
-        )  # fmt: skip
+            stopwatch=stopwatch,
+            tails=policy.tails,
+        )
         score(policy, samples, rewards, [""], decode_batch=given.decode_batch, stopwatch=stopwatch)
         return samples, stopwatch.seconds()
 
@@ -314,9 +345,15 @@ def ours(
         barrier()
         samples, seconds = rollout(given.train_steps)
     figures = told(
-        given, results, device, seconds["anchor"] + seconds["tails"], seconds["decode"] + seconds["reward"],
-        samples.nfe["total"], samples.latents[:, 0, :, 0, 0].numel() + 1, samples.nfe["total"],
-    )  # fmt: skip
+        given,
+        results,
+        device,
+        seconds["anchor"] + seconds["tails"],
+        seconds["decode"] + seconds["reward"],
+        samples.nfe["total"],
+        samples.latents[:, 0, :, 0, 0].numel() + 1,
+        samples.nfe["total"],
+    )
     speed = [max(gathered(told["tails"])) if told else 0.0 for told in (alone or {"tails": 0.0}, together)]
     return figures | {
         "seconds_load": loaded,

@@ -34,9 +34,17 @@ def show(reward: str, r: int, told: dict[str, Any], num_steps: int, trained: int
         cells = [f"{value:.2f}" for value in of["reliability"][r][:-1]]
         line(name, *cells, *(pm(of[key][r][-1], of[f"{key}_error"][r][-1]) for key in ("reliability", "std")))
     title(
-        "signal-to-noise ratio (SNR) of the gradient", "repeats", "forwards a prompt", "update rows", "SNR",
-        "per 1,000 forwards", "over {1}", "cosine to the reference", "per 1,000 along it", "with the update",
-    )  # fmt: skip
+        "signal-to-noise ratio (SNR) of the gradient",
+        "repeats",
+        "forwards a prompt",
+        "update rows",
+        "SNR",
+        "per 1,000 forwards",
+        "over {1}",
+        "cosine to the reference",
+        "per 1,000 along it",
+        "with the update",
+    )
     for name, of in told["gradients"][reward].items():
         cells = [f"{of[key]:.0f}" for key in ("repeats", "forwards", "update_rows")]
         for key, digits in (("snr", 3), ("per_1000", 4), ("gain", 2), ("cosine", 2)):

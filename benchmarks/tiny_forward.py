@@ -62,10 +62,11 @@ def main() -> None:
         with torch.no_grad():
             say(
                 f"forward, batch {num}",
-                median_ms(lambda x=x, c=cond: policy.velocity(x, sigmas[3].expand(len(x)), c), device,
-                          given.repeats),
+                median_ms(
+                    lambda x=x, c=cond: policy.velocity(x, sigmas[3].expand(len(x)), c), device, given.repeats
+                ),
                 num,
-            )  # fmt: skip
+            )
             say(f"decode, batch {num}", median_ms(lambda x=x: policy.decode(x), device, given.repeats), num)
 
     x, cond = rows(1)

@@ -58,9 +58,18 @@ def main() -> None:
     for batch in given.batches:
         began = time.perf_counter()
         samples = sample(
-            policy, plan, sigmas, cond, group_size=given.group_size, diffusion="flow", eta=ETA, seed=0,
-            iteration=0, prompt_indices=[0], rollout_batch=batch,
-        )  # fmt: skip
+            policy,
+            plan,
+            sigmas,
+            cond,
+            group_size=given.group_size,
+            diffusion="flow",
+            eta=ETA,
+            seed=0,
+            iteration=0,
+            prompt_indices=[0],
+            rollout_batch=batch,
+        )
         assert samples.anchor_latents is not None
         fast = torch.cat([samples.latents[:, 0].flatten(0, 1), samples.anchor_latents])
         for some in fast.split(batch):
@@ -79,9 +88,14 @@ def main() -> None:
         print(f"| {name} | {counts[name]:,} | {took:.1f} | {seconds['naive'] / took:.2f} | {off} |")
     if given.out is not None:
         told = {
-            "date": str(date.today()), "device": given.device, "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "seconds": seconds, "forwards": counts, "differences": differences,
-        }  # fmt: skip
+            "date": str(date.today()),
+            "device": given.device,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "seconds": seconds,
+            "forwards": counts,
+            "differences": differences,
+        }
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -63,9 +63,13 @@ def plan(
     from g2rpo.costs.estimate import plan_here
 
     return plan_here(
-        load_settings(recipe, overrides), num_processes=num_processes, gpu=gpu, memory_gb=memory_gb,
-        measured=measured, seconds_per_forward=seconds_per_forward,
-    )  # fmt: skip
+        load_settings(recipe, overrides),
+        num_processes=num_processes,
+        gpu=gpu,
+        memory_gb=memory_gb,
+        measured=measured,
+        seconds_per_forward=seconds_per_forward,
+    )
 
 
 def evaluate(

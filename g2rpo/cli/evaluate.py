@@ -71,10 +71,20 @@ def evaluate(
     """
     drawing = drawing_of(
         out=out,
-        prompts=prompts, prompt=None, limit=limit, steps=steps, shift=shift, num_images=num_images,
-        seed=seed, base=base, device=device, batch=batch, then=then, first_share=first_share,
+        prompts=prompts,
+        prompt=None,
+        limit=limit,
+        steps=steps,
+        shift=shift,
+        num_images=num_images,
+        seed=seed,
+        base=base,
+        device=device,
+        batch=batch,
+        then=then,
+        first_share=first_share,
         asked={"guidance": guidance, "resolution": resolution, "precision": precision},
-    )  # fmt: skip
+    )
     sys.path.append(os.getcwd())
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models
     from g2rpo.evaluation.tables import notes, split

@@ -60,10 +60,20 @@ def gallery(
     """
     drawing = drawing_of(
         out=out,
-        prompts=prompts, prompt=prompt, limit=limit, steps=str(steps), shift=shift, num_images=1,
-        seed=seed, base=base, device=device, batch=batch, then=then, first_share=first_share,
+        prompts=prompts,
+        prompt=prompt,
+        limit=limit,
+        steps=str(steps),
+        shift=shift,
+        num_images=1,
+        seed=seed,
+        base=base,
+        device=device,
+        batch=batch,
+        then=then,
+        first_share=first_share,
         asked={"guidance": guidance, "resolution": resolution, "precision": precision},
-    )  # fmt: skip
+    )
     from g2rpo.evaluation.gallery import gallery as draw_gallery
 
     done = draw_gallery(

@@ -51,8 +51,16 @@ def _draw(axes: Axes, found: Mapping[str, Band], styles: Mapping[str, tuple[str,
     for arm, one in found.items():
         colour, stroke = styles[arm]
         marker = "o" if len(one.mean) <= 25 else ""
-        axes.plot(one.x[axis], one.mean, stroke, color=colour, linewidth=1.6, marker=marker, markersize=2.5,
-                  label=_plain(f"{arm} ({one.seeds} seed{'s' * (one.seeds > 1)})"))  # fmt: skip
+        axes.plot(
+            one.x[axis],
+            one.mean,
+            stroke,
+            color=colour,
+            linewidth=1.6,
+            marker=marker,
+            markersize=2.5,
+            label=_plain(f"{arm} ({one.seeds} seed{'s' * (one.seeds > 1)})"),
+        )
         if one.seeds > 1:
             axes.fill_between(one.x[axis], one.low, one.high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel(X_LABELS[axis], fontsize=9)

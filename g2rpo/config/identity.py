@@ -9,9 +9,18 @@ from g2rpo.config.settings import Settings
 
 # Options of a reward by which it is reached, not what it says.
 REWARD_MAY_CHANGE = (
-    "servers", "urls", "headers", "timeout", "concurrency", "retries", "backoff", "api_key_env", "check",
-    "batch", "offload",
-)  # fmt: skip
+    "servers",
+    "urls",
+    "headers",
+    "timeout",
+    "concurrency",
+    "retries",
+    "backoff",
+    "api_key_env",
+    "check",
+    "batch",
+    "offload",
+)
 
 
 # What an evaluation's numbers depend on besides the run and its rewards.
@@ -20,11 +29,29 @@ EVALUATION = ("eval_prompts", "num_eval_prompts", "eval_num_steps")
 
 # These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
 MAY_CHANGE = (
-    "iterations", "stop_after", "resume", "out", "device", "tensorboard", "checkpoint_every", "keep_last",
-    "keep_every", "keep_best", "eval_every", "eval_prompts", "num_eval_prompts", "eval_rewards",
-    "eval_num_steps", "sample_every", "num_sample_prompts", "compare_images", "cache", "max_invalid_fraction",
-    "compile_blocks", "shard_size",
-)  # fmt: skip
+    "iterations",
+    "stop_after",
+    "resume",
+    "out",
+    "device",
+    "tensorboard",
+    "checkpoint_every",
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "eval_every",
+    "eval_prompts",
+    "num_eval_prompts",
+    "eval_rewards",
+    "eval_num_steps",
+    "sample_every",
+    "num_sample_prompts",
+    "compare_images",
+    "cache",
+    "max_invalid_fraction",
+    "compile_blocks",
+    "shard_size",
+)
 
 
 def identity(settings: Settings) -> dict[str, Any]:

@@ -339,8 +339,26 @@ class Settings(BaseModel):
 
 # Fields that are a preset's keywords.
 ALGORITHM_OPTIONS = (
-    "num_steps", "shift", "train_steps", "steps_per_iteration", "step_draw", "granularities", "tail_rule",
-    "eta", "diffusion", "clip_range", "advantage_clip", "advantage_std", "kl_beta", "update",
-    "train_fraction", "window", "window_hold", "window_range", "window_stride", "window_order", "roll_back",
+    "num_steps",
+    "shift",
+    "train_steps",
+    "steps_per_iteration",
+    "step_draw",
+    "granularities",
+    "tail_rule",
+    "eta",
+    "diffusion",
+    "clip_range",
+    "advantage_clip",
+    "advantage_std",
+    "kl_beta",
+    "update",
+    "train_fraction",
+    "window",
+    "window_hold",
+    "window_range",
+    "window_stride",
+    "window_order",
+    "roll_back",
     "flash",
-)  # fmt: skip
+)

@@ -269,8 +269,10 @@ class _Evaluation:
                 prompts = [every[i].text for _, _, i in places]
                 known = [dict(every[i].metadata) for _, _, i in places]
                 values = {name: one(pixels, prompts, known).tolist() for name, one in rewards.items()}
-                rows = {place: {name: float(_text(values[name][n])) for name in self.names}
-                        for n, place in enumerate(places)}  # fmt: skip
+                rows = {
+                    place: {name: float(_text(values[name][n])) for name in self.names}
+                    for n, place in enumerate(places)
+                }
                 self.rows |= rows
                 file.write(self._lines(places))
                 file.flush()

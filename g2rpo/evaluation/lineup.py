@@ -287,9 +287,7 @@ class Lineup:
         with counted(total, "pictures", "drawing", Console(stderr=True, quiet=rank() > 0)) as progress:
             for steps, batch in self._lots(label, todo):
                 images = self._images(held, label, steps, batch)
-                info: dict[str, Any] = {
-                    "model": self.models[label], "num_steps": steps, "shift": self.shift
-                }  # fmt: skip
+                info: dict[str, Any] = {"model": self.models[label], "num_steps": steps, "shift": self.shift}
                 if self._shared(label):
                     info |= {"first_steps": self.drawing.first_steps(steps), "then": self.drawing.then}
                 for image, place in zip(images, batch, strict=True):
@@ -304,8 +302,11 @@ class Lineup:
     def _other_conditions(self, label: str) -> str:
         """What a model would have drawn with by itself, where that is something else."""
         own, used = own_conditions(self.models[label]), self.conditions or {}
-        other = [f"{name} {used.get(name)} (its own: {value})" for name, value in own.items()
-                 if used.get(name) != value]  # fmt: skip
+        other = [
+            f"{name} {used.get(name)} (its own: {value})"
+            for name, value in own.items()
+            if used.get(name) != value
+        ]
         as_ = "as asked" if label == self.labels[0] else f"as {self.labels[0]}, or as asked"
         return f", with {', '.join(other)}, {as_}" if other else ""
 

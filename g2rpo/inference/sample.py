@@ -25,8 +25,13 @@ from g2rpo.inference.open import open_policy
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.policy import Conditioning, Policy
 
-BEYOND_A_SHIFT = ("shift_terminal", "invert_sigmas", "use_karras_sigmas", "use_exponential_sigmas",
-                  "use_beta_sigmas")  # fmt: skip
+BEYOND_A_SHIFT = (
+    "shift_terminal",
+    "invert_sigmas",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+)
 """Settings of diffusers' scheduler that make other schedules than shifted even steps."""
 
 

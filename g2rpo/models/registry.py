@@ -93,8 +93,13 @@ def load_policy(
 
 
 CONDITIONS = (
-    "precision", "guidance", "true_cfg", "resolution", "max_sequence_length", "sigma_rounding",
-)  # fmt: skip
+    "precision",
+    "guidance",
+    "true_cfg",
+    "resolution",
+    "max_sequence_length",
+    "sigma_rounding",
+)
 """Arguments of `load_policy` under which a run sees its model, beside the weights."""
 
 

@@ -95,8 +95,11 @@ class CheckedReward:
             LOG.error(
                 "reward %r failed: the %d samples of this batch have no score. More of the same is counted "
                 "(invalid_fraction/%s), not printed",
-                self.name, samples, self.name, exc_info=error,
-            )  # fmt: skip
+                self.name,
+                samples,
+                self.name,
+                exc_info=error,
+            )
 
 
 def own_inputs(

@@ -129,8 +129,9 @@ def _place(position: Any) -> tuple[str, int] | None:
     if position is None:
         return None
     if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in PLACES:
-        raise ValueError(f"a position is [relation, number], the relation one of {', '.join(PLACES)}; "
-                         f"not {position!r}")  # fmt: skip
+        raise ValueError(
+            f"a position is [relation, number], the relation one of {', '.join(PLACES)}; not {position!r}"
+        )
     if not isinstance(position[1], int) or isinstance(position[1], bool):
         raise ValueError(f"a position counts the entries of include from 0; {position[1]!r} is no number")
     return str(position[0]), position[1]

@@ -157,9 +157,16 @@ def sample(
     noise_here = _on(policy.device, drawn)
     with ExitStack() as entered:
         samples = grow(
-            forwards, plan, levels, anchor, noise_here, keys,
-            diffusion=diffusion, eta=eta, at_tails=lambda: entered.enter_context(tails()),
-        )  # fmt: skip
+            forwards,
+            plan,
+            levels,
+            anchor,
+            noise_here,
+            keys,
+            diffusion=diffusion,
+            eta=eta,
+            at_tails=lambda: entered.enter_context(tails()),
+        )
     if stopwatch is not None:
         stopwatch.lap("tails")
     return samples

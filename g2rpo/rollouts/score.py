@@ -69,9 +69,17 @@ class Rollout:
         kept = {name: getattr(self, name).cpu() for name in ("step", "rewards", "valid", "drawn")}
         anchor = None if self.anchor_rewards is None else self.anchor_rewards.cpu()
         return replace(
-            self, x=none, x_next=none, log_prob=none, train_mask=none, velocity=None, pictures=None,
-            anchor_picture=None, anchor_rewards=anchor, **kept,
-        )  # fmt: skip
+            self,
+            x=none,
+            x_next=none,
+            log_prob=none,
+            train_mask=none,
+            velocity=None,
+            pictures=None,
+            anchor_picture=None,
+            anchor_rewards=anchor,
+            **kept,
+        )
 
 
 @torch.no_grad()

@@ -69,9 +69,14 @@ class Stateful(Protocol):
 
 
 def save_checkpoint(
-    out: str | Path, iteration: int, state: Mapping[str, Any], *,
-    keep_last: int = 2, keep_every: int = 0, best: str | None = None,
-) -> Path:  # fmt: skip
+    out: str | Path,
+    iteration: int,
+    state: Mapping[str, Any],
+    *,
+    keep_last: int = 2,
+    keep_every: int = 0,
+    best: str | None = None,
+) -> Path:
     """Writes RUN/checkpoints/step_<iteration>, points `latest` at it and removes what need not stay.
 
     Args:

@@ -24,8 +24,17 @@ class Row:
     """The line to type, or what to know."""
 
 
-REQUIRED = ("torch", "diffusers", "transformers", "peft", "safetensors", "pydantic", "typer", "rich",
-            "matplotlib")  # fmt: skip
+REQUIRED = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "safetensors",
+    "pydantic",
+    "typer",
+    "rich",
+    "matplotlib",
+)
 OPTIONAL = {
     "tensorboard": ("curves in TensorBoard", "pip install tensorboard"),
     "torchao": ("AdamW's moments and tails in 8 bits", "pip install torchao"),

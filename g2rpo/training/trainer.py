@@ -153,9 +153,13 @@ class Trainer:
         self.whole = True  # all of the state is that of `step` iterations
         self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
         self.watcher = Watcher(
-            self.policy, self.rewards, self.cache, settings.eval_num_steps, self.algorithm.shift,
+            self.policy,
+            self.rewards,
+            self.cache,
+            settings.eval_num_steps,
+            self.algorithm.shift,
             self.rollout_batch,
-        )  # fmt: skip
+        )
         self.schedule = Schedule.of(settings, prompts, eval_prompts)
 
     def run(self) -> Run:
@@ -272,9 +276,14 @@ class Trainer:
         for reward in trained.values():
             reward.last_error = None
         rollouts = score(
-            self.policy, samples, trained, texts, metadata,
-            decode_batch=settings.decode_batch, stopwatch=stopwatch,
-        )  # fmt: skip
+            self.policy,
+            samples,
+            trained,
+            texts,
+            metadata,
+            decode_batch=settings.decode_batch,
+            stopwatch=stopwatch,
+        )
         told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
         trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
         a_row = algorithm.forwards_a_row(samples.plan, settings.group_size, settings.gradient_checkpointing)

@@ -52,8 +52,14 @@ PLURAL = {shape: shape + ("es" if shape == "cross" else "s") for shape in SHAPES
 
 
 def _vocabulary() -> tuple[str, ...]:
-    words = [word for frame in WITH_BACKGROUND + WITHOUT_BACKGROUND for part in frame if isinstance(part, str)
-             for word in part.split() if word != "BE"]  # fmt: skip
+    words = [
+        word
+        for frame in WITH_BACKGROUND + WITHOUT_BACKGROUND
+        for part in frame
+        if isinstance(part, str)
+        for word in part.split()
+        if word != "BE"
+    ]
     words += ["is", "are", "a", "an", *NUMBERS, *COLOUR_NAMES, *SHAPES, *PLURAL.values()]
     words += [word for forms in RELATION_WORDS.values() for form in forms for word in form.split()]
     return (*SPECIAL, *dict.fromkeys(words))
@@ -125,8 +131,11 @@ def caption_ids(
             1,
         )
         groups.append(text.masked_fill((count == 0)[:, None], -1))
-    wording = words([form for name in RELATIONS for form in RELATION_WORDS[name]], 4,
-                    scenes.relation * 2 + (pick[4] < 0.5).long())  # fmt: skip
+    wording = words(
+        [form for name in RELATIONS for form in RELATION_WORDS[name]],
+        4,
+        scenes.relation * 2 + (pick[4] < 0.5).long(),
+    )
     pieces = [
         torch.full((num, 1), BOS, device=device),
         words(first, 4, frame + len(frames) * plural),

@@ -32,9 +32,16 @@ def test_evaluate_draws_scores_and_compares(tmp_path):
     folder = save_random_flux(tmp_path / "flux")
     prompts = ["a red circle", "a blue square"]
     done = g2rpo.evaluate(
-        [folder, str(folder)], prompts, ["colourfulness"], [1, 2], limit=2, labels=["a", "b"],
-        out=tmp_path / "out", device="cpu", batch=2,
-    )  # fmt: skip
+        [folder, str(folder)],
+        prompts,
+        ["colourfulness"],
+        [1, 2],
+        limit=2,
+        labels=["a", "b"],
+        out=tmp_path / "out",
+        device="cpu",
+        batch=2,
+    )
     assert set(done.means) == {(n, label, "colourfulness") for n in (1, 2) for label in "ab"}
     assert all(found.mean == 0 for found in done.differences.values()) and len(done.differences) == 2
     assert len(list((tmp_path / "out" / "a" / "2").glob("*.png"))) == 2

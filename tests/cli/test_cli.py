@@ -19,9 +19,18 @@ from g2rpo.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    "train", "plan", "fetch", "embed", "sample", "score", "evaluate", "gallery", "compare", "export",
+    "train",
+    "plan",
+    "fetch",
+    "embed",
+    "sample",
+    "score",
+    "evaluate",
+    "gallery",
+    "compare",
+    "export",
     "doctor",
-)  # fmt: skip
+)
 SMALL = [
     "prompts=world:demo",
     "prompts_per_iteration=1",

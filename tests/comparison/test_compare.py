@@ -27,9 +27,7 @@ def test_arms_from_words():
         ["a=tiny lr=1 'granularities=[1, 2]' rewards={\"x y:z\"=1, b=2}"], ["my/one.toml", "iterations=3"], []
     )
     assert [(a.name, a.recipe) for a in arms] == [("a", "tiny"), ("one", "my/one.toml")]
-    assert arms[0].overrides == (
-        "iterations=3", "lr=1", "granularities=[1, 2]", 'rewards={"x y:z"=1, b=2}'
-    )  # fmt: skip
+    assert arms[0].overrides == ("iterations=3", "lr=1", "granularities=[1, 2]", 'rewards={"x y:z"=1, b=2}')
     assert arms[1].overrides == ("iterations=3",)
     assert arms[0].words(4, Path("1e5"))[-2:] == ["seed=4", "out='1e5'"]
 
@@ -77,8 +75,9 @@ def three_arms(tmp_path):
     """a: two seeds; b: one, with an evaluation; "c" is not begun."""
     a0 = write_run(tmp_path / "a0", lines([0.0, 2.0, 4.0]), 0)
     a1 = write_run(tmp_path / "a1", lines([0.0, 4.0, 8.0]), 1)
-    b0 = write_run(tmp_path / "b0", lines([1.0, 7.0], nfe=20, evals=[(0, 0.5), (2, 0.25)]), 0,
-                   iterations=4, lr=1e-3)  # fmt: skip
+    b0 = write_run(
+        tmp_path / "b0", lines([1.0, 7.0], nfe=20, evals=[(0, 0.5), (2, 0.25)]), 0, iterations=4, lr=1e-3
+    )
     return measured({"a": {0: a0, 1: a1}, "b": {0: b0}, "c": {0: tmp_path / "c0"}}, {}, 1, ["g2rpo <x>"])
 
 
@@ -238,11 +237,24 @@ def test_exit_codes(tmp_path, monkeypatch):
 # Real runs, at the smallest size.
 
 SMALL = [
-    "prompts=world:demo", "prompts_per_iteration=1", "num_steps=3", "group_size=2", "rewards={tiny_clip=1.0}",
-    "sample_every=0", "num_sample_prompts=1", "compare_images=0", "eval_num_steps=1", "tensorboard=false",
-    "warmup_iterations=0", "ema_decay=0", "iterations=3", "device=cpu", "num_eval_prompts=1", "eval_every=3",
+    "prompts=world:demo",
+    "prompts_per_iteration=1",
+    "num_steps=3",
+    "group_size=2",
+    "rewards={tiny_clip=1.0}",
+    "sample_every=0",
+    "num_sample_prompts=1",
+    "compare_images=0",
+    "eval_num_steps=1",
+    "tensorboard=false",
+    "warmup_iterations=0",
+    "ema_decay=0",
+    "iterations=3",
+    "device=cpu",
+    "num_eval_prompts=1",
+    "eval_every=3",
     "eval_rewards=[]",
-]  # fmt: skip
+]
 G2RPO = "g2rpo=tiny train_steps=1 granularities=[1]"
 DANCE = "dance=tiny algorithm=dance_grpo eta=0.3 train_steps=none granularities=none"
 BROKEN = "broken=tiny train_steps=1 granularities=[1] rewards={'support.custom_rewards:all_missing'=1}"

@@ -29,8 +29,9 @@ def test_runs_that_were_judged_in_different_ways(tmp_path):
 
 
 def test_a_run_without_its_last_evaluation_is_not_whole(tmp_path):
-    cut = write_run(tmp_path / "cut", lines([1.0, 2.0], evals=[(0, 0.5)]), eval_every=2,
-                    eval_prompts="world:heldout")  # fmt: skip
+    cut = write_run(
+        tmp_path / "cut", lines([1.0, 2.0], evals=[(0, 0.5)]), eval_every=2, eval_prompts="world:heldout"
+    )
     said: list[str] = []
     compare(tmp_path / "out", runs=[f"a={cut}"], say=said.append)
     told = (tmp_path / "out" / "compare.md").read_text()

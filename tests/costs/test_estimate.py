@@ -22,10 +22,19 @@ from g2rpo.training.trainer import train
 
 RESULTS = Path(__file__).parents[2] / "results" / "performance"
 PAPER = {
-    "model": "random:flux-dev", "resolution": 720, "precision": "bfloat16", "device": "cuda",
-    "prompts": "world:train", "rewards": {"colourfulness": 1.0}, "rollout_batch": 12, "decode_batch": 4,
-    "update_batch": 4, "gradient_checkpointing": True, "compile_blocks": True, "sample_every": 0,
-}  # fmt: skip
+    "model": "random:flux-dev",
+    "resolution": 720,
+    "precision": "bfloat16",
+    "device": "cuda",
+    "prompts": "world:train",
+    "rewards": {"colourfulness": 1.0},
+    "rollout_batch": 12,
+    "decode_batch": 4,
+    "update_batch": 4,
+    "gradient_checkpointing": True,
+    "compile_blocks": True,
+    "sample_every": 0,
+}
 LORA = {**PAPER, "lora_rank": 64, "update_batch": 2}
 
 
@@ -116,11 +125,24 @@ def test_an_unknown_gpu():
 def test_measured_here_holds_for_a_run(tmp_path):
     """Within a factor: others use this machine too. docs/performance.md has the accuracy on a quiet one."""
     settings = Settings(
-        model="tiny", device="cpu", prompts="world:demo", prompts_per_iteration=2, num_steps=4, train_steps=2,
-        granularities=[1, 2], group_size=4, iterations=3, rollout_batch=16, decode_batch=8,
-        num_sample_prompts=1, eval_num_steps=2, tensorboard=False, out=str(tmp_path / "run"),
-        cache=str(tmp_path / "cache"), rewards={"tiny_clip": 1.0, "verifier": 1.0},
-    )  # fmt: skip
+        model="tiny",
+        device="cpu",
+        prompts="world:demo",
+        prompts_per_iteration=2,
+        num_steps=4,
+        train_steps=2,
+        granularities=[1, 2],
+        group_size=4,
+        iterations=3,
+        rollout_batch=16,
+        decode_batch=8,
+        num_sample_prompts=1,
+        eval_num_steps=2,
+        tensorboard=False,
+        out=str(tmp_path / "run"),
+        cache=str(tmp_path / "cache"),
+        rewards={"tiny_clip": 1.0, "verifier": 1.0},
+    )
     costs = plan_here(settings, measured=True)
     assert costs.speeds.reward > 0 and costs.speeds.source == "measured here"
     lines = train(settings).metrics

@@ -117,7 +117,7 @@ def test_the_embedded_world():
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": ""}', ["line 2", "empty prompt"]),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": ', ["line 2", "not JSON"]),
         ("p.jsonl", '{"title": "a"}', ["line 1", "prompt, caption or text", "title"]),
-        ("p.csv", "prompt\na\n\" \"\n", ["line 3", "empty prompt"]),
+        ("p.csv", 'prompt\na\n" "\n', ["line 3", "empty prompt"]),
         ("p.csv", "title\na\n", ["line 1", "title"]),
         ("p.csv", "prompt\na cat, a dog\n", ["line 2", "more cells"]),
         ("p.csv", "", ["line 1", "nothing"]),
@@ -125,7 +125,7 @@ def test_the_embedded_world():
         ("p.csv", 'prompt\na\n"b\nc\n', ["line 3", "unexpected end of data"]),
         ("p.docx", "a", [".docx", ".txt"]),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_names_file_and_line(tmp_path, name, data, said):
     message = refusal(tmp_path / name, data)
     for part in [name, *said]:

@@ -312,8 +312,15 @@ def test_mistakes_are_told_before_a_model_is_opened(tmp_path, monkeypatch, words
 def test_labels_are_short_and_different():
     models = ["tiny", "runs/a", "other/a", "runs/a/checkpoints/step_000050", "runs/b/export", "x/FLUX.1-dev"]
     assert labels_of([*models, "tiny", "l/lora.safetensors"]) == [
-        "tiny", "a", "a-2", "a_step_000050", "b", "FLUX.1-dev", "tiny-2", "lora",
-    ]  # fmt: skip
+        "tiny",
+        "a",
+        "a-2",
+        "a_step_000050",
+        "b",
+        "FLUX.1-dev",
+        "tiny-2",
+        "lora",
+    ]
     assert labels_of(["x/runs/mine/0", "x/runs/other/0", "7"]) == ["mine_0", "other_0", "7"]
     assert labels_of(["a", "b", "c"], ["my base", "../x", "x"]) == ["my_base", "x", "x-2"]
     assert labels_of(["a", "b"], ["grid_2.png", "v1.5"]) == ["grid_2_png", "v1.5"]  # .png: a file's name

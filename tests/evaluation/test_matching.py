@@ -38,7 +38,7 @@ def test_a_name_says_nothing_about_the_prompt(tmp_path):
 @pytest.mark.parametrize(
     "names",
     [["img_02.png", "img_10.png"], ["0.png", "1.png", "9.jpg"], ["a.png", "a2.png", "b.png"], ["Z", "a"]],
-)  # fmt: skip
+)
 def test_an_order_that_is_clear(names):
     assert in_order(names[::-1]) == names
 
@@ -64,9 +64,9 @@ def test_counts_that_differ_are_both_named(tmp_path):
     ("name", "text"),
     [
         ("m.jsonl", '{"file": "b.png", "prompt": "two", "text": "T"}\n{"file": "a.png", "prompt": "one"}\n'),
-        ("m.csv", 'file,prompt,text\nb.png,two,T\na.png,one\n'),
+        ("m.csv", "file,prompt,text\nb.png,two,T\na.png,one\n"),
     ],
-)  # fmt: skip
+)
 def test_a_mapping_pairs_by_file_and_brings_metadata(tmp_path, name, text):
     folder = paint(tmp_path / "in", {"a.png": 1, "b.png": 2, "c.png": 3})
     (tmp_path / name).write_text(text)
@@ -137,8 +137,10 @@ def png_of_16_bit_colour(path, pixels):
     lines = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0))]
     chunks += [(b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
-    data = [struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-            for kind, body in chunks]  # fmt: skip
+    data = [
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    ]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
 
 

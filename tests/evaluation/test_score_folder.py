@@ -245,7 +245,7 @@ def test_a_folder_of_scores_belongs_to_its_rewards(tmp_path, own):
         (["--rewards", "verifier", "--images", "bare"], "no pictures (.png, .jpg, .jpeg, .webp) in bare; "),
         (["--rewards", "verifier", "--out", "p.txt"], "is a file; name a folder"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     paint(tmp_path / "in", {"a.png": 1})

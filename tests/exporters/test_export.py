@@ -35,9 +35,15 @@ def stock_velocity(pipeline, guidance: float) -> torch.Tensor:
     text, pooled, txt_ids = pipeline.encode_prompt(PROMPTS, max_sequence_length=12)
     ids = pipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32)
     return pipeline.transformer(
-        hidden_states=x, encoder_hidden_states=text, pooled_projections=pooled, txt_ids=txt_ids, img_ids=ids,
-        timestep=torch.tensor([0.9, 0.3]), guidance=torch.full((2,), guidance), return_dict=False,
-    )[0]  # fmt: skip
+        hidden_states=x,
+        encoder_hidden_states=text,
+        pooled_projections=pooled,
+        txt_ids=txt_ids,
+        img_ids=ids,
+        timestep=torch.tensor([0.9, 0.3]),
+        guidance=torch.full((2,), guidance),
+        return_dict=False,
+    )[0]
 
 
 @pytest.mark.parametrize(("lora_rank", "kind"), [(0, "auto"), (2, "diffusers")])
@@ -76,9 +82,13 @@ def test_runs_and_checkpoints_open(base, tmp_path):
 
 
 CONDITIONS = {
-    "precision": "bfloat16", "guidance": 2.0, "true_cfg": 1.5, "resolution": 8, "max_sequence_length": 6,
+    "precision": "bfloat16",
+    "guidance": 2.0,
+    "true_cfg": 1.5,
+    "resolution": 8,
+    "max_sequence_length": 6,
     "sigma_rounding": "released",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
@@ -190,8 +200,11 @@ def test_comfyui_lora_gives_the_trained_policy(base, tmp_path):
     run, policy = make_run(tmp_path / "run", base, lora_rank=2)
     out = export_run(run, kind="comfyui")
     assert {path.name for path in out.iterdir()} == {
-        "comfyui_lora.safetensors", "README.md", "g2rpo.json", "LICENSE.md",
-    }  # fmt: skip
+        "comfyui_lora.safetensors",
+        "README.md",
+        "g2rpo.json",
+        "LICENSE.md",
+    }
     opened = open_policy(out / "comfyui_lora.safetensors", base=str(base), guidance=2.0, device="cpu")
     torch.testing.assert_close(velocity(opened), velocity(policy), rtol=1e-4, atol=1e-4)
     ranks = {

@@ -119,11 +119,16 @@ def with_scheduler(folder: Path, place: Path, **config) -> Path:
     "config",
     [
         {"use_dynamic_shifting": True},
-        {"use_dynamic_shifting": True, "base_shift": 0.9, "max_shift": 3.0, "base_image_seq_len": 8,
-         "max_image_seq_len": 32},
+        {
+            "use_dynamic_shifting": True,
+            "base_shift": 0.9,
+            "max_shift": 3.0,
+            "base_image_seq_len": 8,
+            "max_image_seq_len": 32,
+        },
         {"shift": 2.5},
     ],
-)  # fmt: skip
+)
 def test_the_pipelines_shift_draws_the_pipelines_pictures(folder, tmp_path, config):
     from diffusers import FluxPipeline
 
@@ -134,9 +139,15 @@ def test_the_pipelines_shift_draws_the_pipelines_pictures(folder, tmp_path, conf
     pipeline = FluxPipeline.from_pretrained(model)
     pipeline.set_progress_bar_config(disable=True)
     stock = pipeline(
-        prompts, latents=start_noise(policy, seeds), num_inference_steps=6, guidance_scale=2.0,
-        height=16, width=16, max_sequence_length=12, output_type="pt",
-    ).images  # fmt: skip
+        prompts,
+        latents=start_noise(policy, seeds),
+        num_inference_steps=6,
+        guidance_scale=2.0,
+        height=16,
+        width=16,
+        max_sequence_length=12,
+        output_type="pt",
+    ).images
     assert (ours - stock).abs().max() <= 2 / 255
     assert (ours - sample_images(policy, prompts, num_steps=6, shift=1.0, seeds=seeds)).abs().max() > 8 / 255
 

@@ -23,9 +23,20 @@ from g2rpo.runtime.sharding import sharding_mesh, whole
 from g2rpo.training.trainer import train
 
 CPU = torch.device("cpu")
-SMALL = ["rewards={colourfulness=1.0}", "prompts=world:demo", "num_sample_prompts=1", "num_steps=4",
-         "train_steps=2", "granularities=[1]", "group_size=3", "prompts_per_iteration=2", "compare_images=0",
-         "max_sequence_length=12", "tensorboard=false", "device=cpu"]  # fmt: skip
+SMALL = [
+    "rewards={colourfulness=1.0}",
+    "prompts=world:demo",
+    "num_sample_prompts=1",
+    "num_steps=4",
+    "train_steps=2",
+    "granularities=[1]",
+    "group_size=3",
+    "prompts_per_iteration=2",
+    "compare_images=0",
+    "max_sequence_length=12",
+    "tensorboard=false",
+    "device=cpu",
+]
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,16 @@ def test_equals_the_stock_pipeline(tmp_path, guidance_embeds):
     sigmas, x = shifted_sigmas(5, 3.0), latents()
     # The folder's scheduler has shift 1 and no dynamic shifting: the pipeline walks the sigmas it is given.
     stock = pipeline(
-        PROMPTS, latents=x, sigmas=sigmas[:-1].tolist(), num_inference_steps=5, guidance_scale=2.5,
-        height=16, width=16, max_sequence_length=12, output_type="pt",
-    ).images  # fmt: skip
+        PROMPTS,
+        latents=x,
+        sigmas=sigmas[:-1].tolist(),
+        num_inference_steps=5,
+        guidance_scale=2.5,
+        height=16,
+        width=16,
+        max_sequence_length=12,
+        output_type="pt",
+    ).images
     ours = policy.decode(euler(policy, x, sigmas, policy.encode(PROMPTS)))
     assert stock.std() > 0.01, "a flat picture would agree with anything"
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)

@@ -120,9 +120,16 @@ def by_alpha_keys_alone(base, file):
 
 
 OF_LORA = [
-    by_pipeline_folder, by_pipeline_file, by_pipeline_state, by_transformer_file, by_transformer_state,
-    by_peft, by_load_weights, by_open_policy, by_alpha_keys_alone,
-]  # fmt: skip
+    by_pipeline_folder,
+    by_pipeline_file,
+    by_pipeline_state,
+    by_transformer_file,
+    by_transformer_state,
+    by_peft,
+    by_load_weights,
+    by_open_policy,
+    by_alpha_keys_alone,
+]
 OF_COMFYUI = [by_load_weights, by_open_policy, by_alpha_keys_alone]
 
 

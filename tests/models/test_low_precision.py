@@ -125,9 +125,19 @@ def test_a_compiled_rollout_in_eight_bits_never_waits():
         torch.cuda.set_sync_debug_mode("error")
         try:
             low = sample(
-                policy, plan, shifted_sigmas(6), cond, group_size=3, diffusion="flow", eta=0.7, seed=0,
-                iteration=0, prompt_indices=[0, 1], rollout_batch=4, tails=policy.tails,
-            )  # fmt: skip
+                policy,
+                plan,
+                shifted_sigmas(6),
+                cond,
+                group_size=3,
+                diffusion="flow",
+                eta=0.7,
+                seed=0,
+                iteration=0,
+                prompt_indices=[0, 1],
+                rollout_batch=4,
+                tails=policy.tails,
+            )
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0

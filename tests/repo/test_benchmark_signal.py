@@ -113,8 +113,10 @@ def test_a_control_variate_keeps_the_mean_and_lowers_the_variance():
 
 def test_what_a_control_variate_costs():
     every = arms.make_arms(96)
-    arm, whole = every["{3} for 24, {1} for 6"], arms.Arm(arms.g2rpo(num_steps=8, train_steps=4,
-                                                                     granularities=(1, 3)), 24)  # fmt: skip
+    arm, whole = (
+        every["{3} for 24, {1} for 6"],
+        arms.Arm(arms.g2rpo(num_steps=8, train_steps=4, granularities=(1, 3)), 24),
+    )
     plain, coarse = whole.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
     assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and whole.nfe["total"] == plain
 
@@ -135,9 +137,19 @@ def test_training_with_a_control_variate_sums_weighted_rewards(monkeypatch):
 @pytest.mark.parametrize("fresh", [0, 6])
 def test_fresh_repeats_take_prompts_of_their_own(fresh):
     bench = gradient_signal.Bench(
-        policy=SimpleNamespace(device="cpu"), rewards={}, texts=[], metadata=[], cond=None, start=None,
-        sigmas=None, optimizer=None, batch=1, seed=0, prompts=4, fresh=fresh,
-    )  # fmt: skip
+        policy=SimpleNamespace(device="cpu"),
+        rewards={},
+        texts=[],
+        metadata=[],
+        cond=None,
+        start=None,
+        sigmas=None,
+        optimizer=None,
+        batch=1,
+        seed=0,
+        prompts=4,
+        fresh=fresh,
+    )
     first = gradient_signal.REFERENCE_FROM
     taken = torch.cat([bench.rows(range(6)), bench.rows(range(first, first + 3))]).tolist()
     assert taken == (list(range(36)) if fresh else list(range(4)) * 9)

@@ -43,8 +43,11 @@ def calls(tmp_path, *words, **environment):
 def benchmark(name, *words):
     return subprocess.run(
         [sys.executable, f"benchmarks/{name}", *map(str, words)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
 
 
 def arms_of(call):
@@ -182,9 +185,12 @@ def test_paired_differences():
 def test_paired_differences_at_equal_cost_are_those_of_the_page():
     others = ["joint/MixGRPO_4", "more/MixGRPO_cosine", "joint/DanceGRPO_3"]
     done = benchmark(
-        "paired_differences.py", RESULTS / "more" / "L2_constant", *(RESULTS / one for one in others),
-        "--at", "compute",
-    )  # fmt: skip
+        "paired_differences.py",
+        RESULTS / "more" / "L2_constant",
+        *(RESULTS / one for one in others),
+        "--at",
+        "compute",
+    )
     page = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
     rows = [line.split(" | ") for line in done.stdout.splitlines() if "| verifier |" in line]
     assert len(rows) == len(others)

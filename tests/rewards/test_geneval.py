@@ -52,13 +52,17 @@ def judged(pictures, metadata, name="geneval", **options):
         ("two red circles", {"include": [RED_CIRCLES, STAR_ABOVE]}, 2 / 4),
         (
             "a red circle left of a blue circle",  # pairs of one class, told apart by their colours
-            {"include": [{"class": "circle", "color": "blue"},
-                         {"class": "circle", "color": "red", "position": ["left of", 0]}]},
+            {
+                "include": [
+                    {"class": "circle", "color": "blue"},
+                    {"class": "circle", "color": "red", "position": ["left of", 0]},
+                ]
+            },
             1,
         ),
         ("two red circles", {"include": [RED_CIRCLES], "tag": "counting", "style": "anything"}, 1),
     ],
-)  # fmt: skip
+)
 def test_the_share_of_checks_that_hold(text, metadata, share):
     pictures = scene(text, 3)
     assert judged(pictures, metadata) == pytest.approx([share] * 3)
@@ -154,7 +158,7 @@ def test_batches_change_nothing():
         ({"include": ["circle"]}, "an entry of include has a class"),
         ({"include": [], "exclude": []}, "nothing to check"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_checked_has_no_score_and_the_log_says_why(caplog, metadata, said):
     reward = load_reward("geneval", CPU)
     assert reward.last_error is None

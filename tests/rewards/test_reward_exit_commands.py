@@ -33,12 +33,25 @@ def score(images, prompts, metadata=None):
     return images.mean((1, 2, 3))
 """
 SETTINGS = {
-    "prompts": "world:demo", "prompts_per_iteration": "1", "num_steps": "3", "train_steps": "2",
-    "granularities": "[1]", "group_size": "3", "eval_every": "0", "sample_every": "0", "compare_images": "0",
-    "num_sample_prompts": "1", "eval_num_steps": "1", "tensorboard": "false", "warmup_iterations": "0",
-    "ema_decay": "0", "device": "cpu", "iterations": "3", "rewards": "{'leaving:score'=1.0}",
+    "prompts": "world:demo",
+    "prompts_per_iteration": "1",
+    "num_steps": "3",
+    "train_steps": "2",
+    "granularities": "[1]",
+    "group_size": "3",
+    "eval_every": "0",
+    "sample_every": "0",
+    "compare_images": "0",
+    "num_sample_prompts": "1",
+    "eval_num_steps": "1",
+    "tensorboard": "false",
+    "warmup_iterations": "0",
+    "ema_decay": "0",
+    "device": "cpu",
+    "iterations": "3",
+    "rewards": "{'leaving:score'=1.0}",
     "checkpoint_every": "100",
-}  # fmt: skip
+}
 
 
 def words(**changes):
@@ -142,8 +155,22 @@ def test_score_keeps_the_rows_it_has(folder):
 
 def test_evaluate_keeps_what_it_has(folder):
     (folder / "after").write_text("1")
-    command = ["evaluate", "tiny", "--prompts", "world:demo", "--limit", "2", "--steps", "1", "--batch", "1",
-               "--rewards", "leaving:score", "--out", "out"]  # fmt: skip
+    command = [
+        "evaluate",
+        "tiny",
+        "--prompts",
+        "world:demo",
+        "--limit",
+        "2",
+        "--steps",
+        "1",
+        "--batch",
+        "1",
+        "--rewards",
+        "leaving:score",
+        "--out",
+        "out",
+    ]
     ended = run_command(*command, cwd=folder)
     said = " ".join(ended.stderr.split())
     assert ended.returncode == 2 and "What is drawn and scored is kept in out" in said, said
@@ -190,9 +217,13 @@ def test_an_evaluation_on_one_of_two_processes_stops_both(tmp_path):
     text = ONE_OF_TWO["a call"].replace("calls == 2", "calls == 1")
     (tmp_path / "leaving.py").write_text(text)
     settings = words(
-        out=tmp_path / "run", cache=tmp_path / "cache", prompts_per_iteration="2", eval_every="1",
-        eval_prompts="world:heldout", num_eval_prompts="2",
-    )  # fmt: skip
+        out=tmp_path / "run",
+        cache=tmp_path / "cache",
+        prompts_per_iteration="2",
+        eval_every="1",
+        eval_prompts="world:heldout",
+        num_eval_prompts="2",
+    )
     ended = run_processes(2, train_in, tmp_path, *settings, log=tmp_path / "log")
     assert [code for code, _ in ended] == [2, 2], ended
     assert all("after iteration 0: reward 'leaving:score'" in text for _, text in ended)

@@ -50,11 +50,25 @@ def run(tmp_path, monkeypatch, cache):
 
     def train(**changes):
         values = {
-            "prompts": "world:demo", "prompts_per_iteration": 1, "num_steps": 3, "train_steps": 2,
-            "granularities": [1], "group_size": 3, "eval_every": 0, "sample_every": 0, "compare_images": 0,
-            "num_sample_prompts": 1, "eval_num_steps": 1, "tensorboard": False, "warmup_iterations": 0,
-            "ema_decay": 0.0, "device": "cpu", "iterations": 2, "cache": cache, "out": str(tmp_path / "run"),
-        }  # fmt: skip
+            "prompts": "world:demo",
+            "prompts_per_iteration": 1,
+            "num_steps": 3,
+            "train_steps": 2,
+            "granularities": [1],
+            "group_size": 3,
+            "eval_every": 0,
+            "sample_every": 0,
+            "compare_images": 0,
+            "num_sample_prompts": 1,
+            "eval_num_steps": 1,
+            "tensorboard": False,
+            "warmup_iterations": 0,
+            "ema_decay": 0.0,
+            "device": "cpu",
+            "iterations": 2,
+            "cache": cache,
+            "out": str(tmp_path / "run"),
+        }
         return g2rpo.train("tiny", **(values | changes))
 
     yield train

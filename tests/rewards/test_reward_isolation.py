@@ -66,8 +66,15 @@ def prompts_and_metadata(images, prompts, metadata=None):
     return torch.zeros(len(images))
 
 
-WRITERS = [in_place, through_numpy, through_data, through_a_view, resizing, asking_for_a_gradient,
-           prompts_and_metadata]  # fmt: skip
+WRITERS = [
+    in_place,
+    through_numpy,
+    through_data,
+    through_a_view,
+    resizing,
+    asking_for_a_gradient,
+    prompts_and_metadata,
+]
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)

@@ -88,9 +88,24 @@ def test_no_variable_sends_what_is_for_this_machine_to_a_proxy(proxy, monkeypatc
     assert proxy.requests == []
 
 
-FORMS = ["127.0.0.1", "localhost", "LOCALHOST", "localhost.", "127.1", "2130706433", "0x7f000001",
-         "0.0.0.0", "0", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::]", "[::1]", "127.0.0.2",
-         "127.255.255.254", "scorer.localhost"]  # fmt: skip
+FORMS = [
+    "127.0.0.1",
+    "localhost",
+    "LOCALHOST",
+    "localhost.",
+    "127.1",
+    "2130706433",
+    "0x7f000001",
+    "0.0.0.0",
+    "0",
+    "[::ffff:127.0.0.1]",
+    "[::ffff:7f00:1]",
+    "[::]",
+    "[::1]",
+    "127.0.0.2",
+    "127.255.255.254",
+    "scorer.localhost",
+]
 
 
 @pytest.mark.parametrize("kind", ["http", "unified"])
@@ -166,8 +181,20 @@ def test_what_is_on_this_machine(host):
 
 @pytest.mark.parametrize(
     "host",
-    ["scorer.example", "localhost.example.com", "notlocalhost", "127.0.0.1.example.com", "128.0.0.1",
-     "10.0.0.1", "126.255.255.255", "192.168.1.1", "[::2]", "[fe80::1]", "[::ffff:10.0.0.1]", "localhost2"],
-)  # fmt: skip
+    [
+        "scorer.example",
+        "localhost.example.com",
+        "notlocalhost",
+        "127.0.0.1.example.com",
+        "128.0.0.1",
+        "10.0.0.1",
+        "126.255.255.255",
+        "192.168.1.1",
+        "[::2]",
+        "[fe80::1]",
+        "[::ffff:10.0.0.1]",
+        "localhost2",
+    ],
+)
 def test_what_is_not(host):
     assert not is_loopback(f"http://{host}:8000/v1")

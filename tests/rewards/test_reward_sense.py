@@ -81,8 +81,13 @@ def small_clip():
     from transformers import CLIPConfig, CLIPModel
 
     width = 96
-    tower = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "projection_dim": width}  # fmt: skip
+    tower = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "projection_dim": width,
+    }
     return CLIPModel(
         CLIPConfig(
             text_config=networks.clip_text_settings() | tower,

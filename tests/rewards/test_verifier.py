@@ -204,9 +204,14 @@ def check_gradual(pictures: list[Tensor], text: str, limit: float) -> None:
 
 @pytest.mark.parametrize(
     ("start", "end", "ground"),
-    [("red", "blue", "white"), ("blue", "purple", "white"), ("orange", "yellow", "black"),
-     ("yellow", "blue", "black"), ("black", "white", "teal")],
-)  # fmt: skip
+    [
+        ("red", "blue", "white"),
+        ("blue", "purple", "white"),
+        ("orange", "yellow", "black"),
+        ("yellow", "blue", "black"),
+        ("black", "white", "teal"),
+    ],
+)
 def test_blending_one_colour_into_another_lowers_the_score_gradually(start, end, ground):
     # A whole fall is about 0.31. 1/32 of the way is at most 0.04 in RGB, a third of COLOUR_WIDTH.
     pictures = [

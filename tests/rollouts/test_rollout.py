@@ -57,9 +57,12 @@ def plans(draw) -> Plan:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    plan=plans(), num_prompts=st.integers(1, 3), group_size=st.integers(1, 4), batch=st.integers(1, 30),
+    plan=plans(),
+    num_prompts=st.integers(1, 3),
+    group_size=st.integers(1, 4),
+    batch=st.integers(1, 30),
     forwards_per_sample=st.integers(1, 2),
-)  # fmt: skip
+)
 def test_counted_forwards_equal_the_plan(plan, num_prompts, group_size, batch, forwards_per_sample):
     policy = GaussianPolicy()
     policy.forwards_per_sample = forwards_per_sample

@@ -20,10 +20,16 @@ from g2rpo.run.best import best_checkpoint, is_best, kept_best, mark_best
 from g2rpo.run.folder import latest_checkpoint
 
 RUN = SMALL | {
-    "prompts_per_iteration": 1, "granularities": [1], "eval_every": 1, "eval_prompts": "world:heldout",
-    "num_eval_prompts": 2, "eval_rewards": ["scripted:judge"], "keep_best": "scripted:judge", "keep_last": 1,
+    "prompts_per_iteration": 1,
+    "granularities": [1],
+    "eval_every": 1,
+    "eval_prompts": "world:heldout",
+    "num_eval_prompts": 2,
+    "eval_rewards": ["scripted:judge"],
+    "keep_best": "scripted:judge",
+    "keep_last": 1,
     "checkpoint_every": 100,
-}  # fmt: skip
+}
 
 
 @pytest.fixture

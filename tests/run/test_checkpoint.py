@@ -120,8 +120,11 @@ def test_which_checkpoints_stay(tmp_path):
     for iteration in range(1, 11):
         save_checkpoint(tmp_path, iteration, state, keep_last=2, keep_every=4)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step_000004", "step_000008", "step_000009", "step_000010",
-    ]  # fmt: skip
+        "step_000004",
+        "step_000008",
+        "step_000009",
+        "step_000010",
+    ]
     with pytest.raises(ValueError, match="keep_last=0"):
         save_checkpoint(tmp_path, 11, state, keep_last=0)
 

@@ -211,10 +211,23 @@ def test_torn_tensor_data_is_damage_and_not_code(tmp_path):
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     g2rpo.train(
-        "tiny", iterations=1, prompts_per_iteration=1, group_size=2, num_steps=3, train_steps=1, device="cpu",
-        compare_images=0, granularities=[1], num_sample_prompts=1, sample_every=0, decode_batch=1,
-        lora_rank=1, tensorboard=False, cache=str(out / "cache"), out=str(out / "run"),
-    )  # fmt: skip
+        "tiny",
+        iterations=1,
+        prompts_per_iteration=1,
+        group_size=2,
+        num_steps=3,
+        train_steps=1,
+        device="cpu",
+        compare_images=0,
+        granularities=[1],
+        num_sample_prompts=1,
+        sample_every=0,
+        decode_batch=1,
+        lora_rank=1,
+        tensorboard=False,
+        cache=str(out / "cache"),
+        out=str(out / "run"),
+    )
     return out / "run"
 
 

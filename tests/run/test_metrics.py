@@ -132,5 +132,9 @@ def test_progress_leaves_out_what_comes_once_before_the_first_iteration(monkeypa
 
 def test_times():
     assert [format_seconds(s) for s in (0, 59.4, 61, 3599.6, 7620)] == [
-        "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 07 min",
-    ]  # fmt: skip
+        "0 s",
+        "59 s",
+        "1 min 01 s",
+        "1 h 00 min",
+        "2 h 07 min",
+    ]

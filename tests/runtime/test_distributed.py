@@ -120,11 +120,24 @@ def test_two_processes_train_what_one_trains(method, tmp_path):
 
 def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
     """HSDP: four processes, two copies of the weights, each sharded over two."""
-    settings = [f"cache={tmp_path / 'cache'}", "iterations=2", "prompts_per_iteration=4", "num_steps=4",
-                "num_sample_prompts=1",  # three processes draw nothing
-                "prompts=world:demo", "keep_last=3", "ema_decay=0.9", "tensorboard=false",
-                "eval_every=1", "eval_prompts=world:demo", "num_eval_prompts=2", "eval_num_steps=2",
-                "keep_best=colourfulness", "max_sequence_length=8", "precision=float64"]  # fmt: skip
+    settings = [
+        f"cache={tmp_path / 'cache'}",
+        "iterations=2",
+        "prompts_per_iteration=4",
+        "num_steps=4",
+        "num_sample_prompts=1",  # three processes draw nothing
+        "prompts=world:demo",
+        "keep_last=3",
+        "ema_decay=0.9",
+        "tensorboard=false",
+        "eval_every=1",
+        "eval_prompts=world:demo",
+        "num_eval_prompts=2",
+        "eval_num_steps=2",
+        "keep_best=colourfulness",
+        "max_sequence_length=8",
+        "precision=float64",
+    ]
     one, four = tmp_path / "one", tmp_path / "four"
     train(load_settings("flux_tiny_random", [*settings, f"out={one}"]))
     train_on(4, tmp_path, *settings, "shard_size=2", f"out={four}")
@@ -142,14 +155,24 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
 @pytest.mark.parametrize("way", ["SIGTERM to torchrun", "SIGINT to all processes"])
 def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tmp_path, way):
     run = tmp_path / "run"
-    settings = ["flux_tiny_random", "iterations=1000", "checkpoint_every=1000", "num_sample_prompts=1",
-                "prompts=world:demo", "tensorboard=false", f"cache={tmp_path / 'cache'}",
-                f"out={run}"]  # fmt: skip
+    settings = [
+        "flux_tiny_random",
+        "iterations=1000",
+        "checkpoint_every=1000",
+        "num_sample_prompts=1",
+        "prompts=world:demo",
+        "tensorboard=false",
+        f"cache={tmp_path / 'cache'}",
+        f"out={run}",
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     process = subprocess.Popen(
-        [*torchrun, "g2rpo", "train", *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*torchrun, "g2rpo", "train", *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
+    )
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and not (metrics.is_file() and metrics.read_bytes()):
         assert time.monotonic() < deadline, "waited too long"
@@ -197,8 +220,15 @@ def train_signalled(moment: str, pid: Path, *settings: str) -> None:
 def test_a_signal_to_one_process_stops_all_that_embed(tmp_path, monkeypatch, moment, kept):
     (tmp_path / "p.txt").write_text("".join(f"{number} stars\n" for number in range(8)))
     out = tmp_path / "run"
-    settings = [f"prompts={tmp_path / 'p.txt'}", "iterations=4", "num_sample_prompts=1", "compare_images=0",
-                "tensorboard=false", f"cache={tmp_path / 'cache'}", f"out={out}"]  # fmt: skip
+    settings = [
+        f"prompts={tmp_path / 'p.txt'}",
+        "iterations=4",
+        "num_sample_prompts=1",
+        "compare_images=0",
+        "tensorboard=false",
+        f"cache={tmp_path / 'cache'}",
+        f"out={out}",
+    ]
     ended = run_processes(2, train_signalled, moment, tmp_path / "pid", *settings, log=tmp_path / "log")
     told = "".join(text for _, text in ended)
     assert [code for code, _ in ended] == [130, 130], told
@@ -225,8 +255,13 @@ def train_signalled_at_gathering(*settings: str) -> None:
 
 
 def test_a_signal_never_comes_between_the_processes_gathering(tmp_path):
-    settings = ["prompts=world:demo", "num_sample_prompts=1", "tensorboard=false",
-                f"cache={tmp_path / 'cache'}", f"out={tmp_path / 'run'}"]  # fmt: skip
+    settings = [
+        "prompts=world:demo",
+        "num_sample_prompts=1",
+        "tensorboard=false",
+        f"cache={tmp_path / 'cache'}",
+        f"out={tmp_path / 'run'}",
+    ]
     ended = run_processes(2, train_signalled_at_gathering, *settings, log=tmp_path / "log")
     assert [code for code, _ in ended] == [130, 130], "".join(text for _, text in ended)
     assert "interrupted; 0 iterations are saved, the same command goes on" in ended[0][1]

@@ -228,8 +228,11 @@ def command(place: Path, *words: str, **environment: str) -> subprocess.Complete
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "home")} | environment
     return subprocess.run(
         [sys.executable, "-m", "g2rpo", "fetch", *words],
-        cwd=place, env=os.environ | own, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=place,
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,14 @@ def test_a_sound_model_passes(sound):
     rows = verify(sound)
     assert not problems(rows)
     assert [row.name for row in rows] == [
-        "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae",
-    ]  # fmt: skip
+        "scheduler",
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "transformer",
+        "vae",
+    ]
     count = len(transformer_state(sound))
     assert f"{count} tensors" in rows[-2].found and "F32" in rows[-2].found
 

@@ -9,13 +9,20 @@ def lines(values, nfe=10, seconds=2.0, evals=(), nfe_update=30):
     """Iterations with these rewards, and evaluations (step, value)."""
     trained = [
         {
-            "step": i, "nfe": nfe, "nfe_update": nfe_update, "seconds": seconds, "reward/r": value,
-            "reward_std/r": 0.5, "loss": 0.0,
+            "step": i,
+            "nfe": nfe,
+            "nfe_update": nfe_update,
+            "seconds": seconds,
+            "reward/r": value,
+            "reward_std/r": 0.5,
+            "loss": 0.0,
         }
         for i, value in enumerate(values, start=1)
-    ]  # fmt: skip
-    return sorted([*trained, *({"step": s, "eval/e": v, "eval_se/e": 0.1} for s, v in evals)],
-                  key=lambda line: line["step"])  # fmt: skip
+    ]
+    return sorted(
+        [*trained, *({"step": s, "eval/e": v, "eval_se/e": 0.1} for s, v in evals)],
+        key=lambda line: line["step"],
+    )
 
 
 def write_run(folder, given, seed=0, iterations=None, **settings):

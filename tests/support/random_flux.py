@@ -30,31 +30,57 @@ def save_random_flux(folder: Path, *, guidance_embeds: bool = True, seed: int = 
     vocabulary = 4 + len(WORDS)
     clip = CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=8, projection_dim=32,
-            eos_token_id=1, bos_token_id=2, pad_token_id=0,
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            projection_dim=32,
+            eos_token_id=1,
+            bos_token_id=2,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     t5 = T5EncoderModel(
         T5Config(
-            vocab_size=vocabulary, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2,
-            feed_forward_proj="gated-gelu", dropout_rate=0.0,
+            vocab_size=vocabulary,
+            d_model=32,
+            d_kv=16,
+            d_ff=48,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
         )
-    )  # fmt: skip
+    )
     transformer = FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=guidance_embeds,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
+    )
     # Fresh T5 and FLUX weights are tiny or zero in places; random ones make every input count.
     for network in (t5, transformer):
         for parameter in network.parameters():
             parameter.data = torch.randn_like(parameter) / max(parameter.shape[-1], 1) ** 0.5
     vae = AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, sample_size=16,
-        scaling_factor=0.7, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
     pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
         vae=vae,
@@ -80,6 +106,10 @@ def _tokenizer(length: int):
         single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=length,
-        pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>",
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        model_max_length=length,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+    )

@@ -97,8 +97,9 @@ def test_spread_is_each_rewards_own():
     torch.manual_seed(0)
     noise = torch.randn(1, 1, 1, 4000)
     # Reward 0 spreads 1 and 3 at steps 2 and 5, reward 1 spreads 300 and 100: on average 1 and 1.
-    rewards = torch.cat([noise * torch.tensor([1.0, 3.0])[:, None, None],
-                         noise * torch.tensor([300.0, 100.0])[:, None, None]])  # fmt: skip
+    rewards = torch.cat(
+        [noise * torch.tensor([1.0, 3.0])[:, None, None], noise * torch.tensor([300.0, 100.0])[:, None, None]]
+    )
     focus.see([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
     assert focus.spread() == pytest.approx({2: 1.0, 5: 1.0})
     rewards[:, 0, 0, 7] = torch.nan  # a member without a score is left out

@@ -259,9 +259,9 @@ def test_the_command(settings, tmp_path):
 def test_empty_lines_of_every_layout_are_counted(tmp_path):
     for name, data in (
         ("p.jsonl", '\ufeff{"prompt": "a"}\r\n\r\n{"text": "b"}\r\n  \r\n'),
-        ("p.csv", '\ufeffid,prompt\r\n1,a\r\n\r\n2,b\r\n\r\n'),
+        ("p.csv", "\ufeffid,prompt\r\n1,a\r\n\r\n2,b\r\n\r\n"),
         ("p.txt", "\ufeffa\r\n\r\nb\r\n\r\n"),
-    ):  # fmt: skip
+    ):
         (tmp_path / name).write_bytes(data.encode())
         prompts, report = read_prompts(tmp_path / name)
         assert [prompt.text for prompt in prompts] == ["a", "b"]

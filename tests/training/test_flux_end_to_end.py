@@ -118,8 +118,11 @@ def trained(request, base, cache, embedded, tmp_path_factory) -> Trained:
     environment["PYTHONUNBUFFERED"] = "1"  # what it says is not lost with it
     process = subprocess.Popen(
         [sys.executable, "-m", "g2rpo", "train", *words],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 120
     while not (out / "latest").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -187,9 +190,15 @@ def stock(pipeline, noise):
     """The pictures of a diffusers pipeline, with its own schedule."""
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
-        PROMPTS[:2], latents=noise, num_inference_steps=STEPS, guidance_scale=2.0, height=16, width=16,
-        max_sequence_length=12, output_type="pt",
-    ).images  # fmt: skip
+        PROMPTS[:2],
+        latents=noise,
+        num_inference_steps=STEPS,
+        guidance_scale=2.0,
+        height=16,
+        width=16,
+        max_sequence_length=12,
+        output_type="pt",
+    ).images
 
 
 def test_the_export_draws_the_same_in_diffusers(trained, base, tmp_path):

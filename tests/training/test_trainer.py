@@ -39,8 +39,16 @@ def run(tmp_path, cache):
 
 
 def test_a_run_leaves_what_the_design_says(run, tmp_path):
-    done = run(iterations=2, eval_every=1, eval_prompts="world:heldout", num_eval_prompts=2, sample_every=1,
-               compare_images=2, tensorboard=True, eval_rewards=["verifier"])  # fmt: skip
+    done = run(
+        iterations=2,
+        eval_every=1,
+        eval_prompts="world:heldout",
+        num_eval_prompts=2,
+        sample_every=1,
+        compare_images=2,
+        tensorboard=True,
+        eval_rewards=["verifier"],
+    )
     out = tmp_path / "run"
     assert done.finished and not done.interrupted and done.step == 2
     for name in ("config.toml", "latest", "curve.png", "before_after.png", "comparison.md"):
@@ -50,8 +58,18 @@ def test_a_run_leaves_what_the_design_says(run, tmp_path):
     lines = read_metrics(out / "metrics.jsonl")
     trained = [line for line in lines if "nfe" in line]
     assert [line["step"] for line in trained] == [1, 2]
-    for name in ("seconds", "reward/tiny_clip", "reward_std/tiny_clip", "advantage_abs", "ratio_max_dev",
-                 "clip_fraction", "loss", "grad_norm", "lr", "granularity_rank_correlation"):  # fmt: skip
+    for name in (
+        "seconds",
+        "reward/tiny_clip",
+        "reward_std/tiny_clip",
+        "advantage_abs",
+        "ratio_max_dev",
+        "clip_fraction",
+        "loss",
+        "grad_norm",
+        "lr",
+        "granularity_rank_correlation",
+    ):
         assert name in trained[0], name
     evaluated = [line for line in lines if "eval/verifier" in line]
     assert [line["step"] for line in evaluated] == [0, 1, 2]
@@ -104,8 +122,10 @@ def test_deterministic_runs_repeat_bit_for_bit_on_a_gpu(run, tmp_path):
         first, second = (run(o, iterations=3, device="cuda", deterministic=True) for o in ("a", "b"))
     finally:
         torch.use_deterministic_algorithms(False)
-    kept = [[{k: v for k, v in line.items() if "memory" not in k} for line in timeless(r.metrics)]
-            for r in (first, second)]  # fmt: skip
+    kept = [
+        [{k: v for k, v in line.items() if "memory" not in k} for line in timeless(r.metrics)]
+        for r in (first, second)
+    ]
     assert kept[0] == kept[1] and weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
@@ -128,8 +148,18 @@ def test_a_run_without_its_latest_goes_on_all_the_same(run, tmp_path, latest, ca
     (out / "latest").unlink()
     if latest is not None:
         (out / "latest").write_text(latest)
-    done = run_command("sample", str(out), "--prompt", "a red circle", "--steps", "2", "--device", "cpu",
-                       "--out", str(tmp_path / "drawn"))  # fmt: skip
+    done = run_command(
+        "sample",
+        str(out),
+        "--prompt",
+        "a red circle",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "drawn"),
+    )
     assert done.returncode == 0 and "using the newest whole checkpoint, step_000002" in done.stderr, done
     resumed = run(iterations=3)
     assert timeless(resumed.metrics) == timeless(whole.metrics), "not begun again"
@@ -228,8 +258,11 @@ def test_half_an_update_is_not_a_checkpoint(run, tmp_path, monkeypatch, broken_s
 def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, when):
     """A real signal to the real command, at two moments; then the same command again."""
     arguments = {**SMALL, "cache": cache, "out": str(tmp_path / "parts"), "iterations": 6}
-    given = [f"{k}={json.dumps(v)}" if not isinstance(v, str) else f"{k}={v}" for k, v in arguments.items()
-             if k != "rewards"]  # fmt: skip
+    given = [
+        f"{k}={json.dumps(v)}" if not isinstance(v, str) else f"{k}={v}"
+        for k, v in arguments.items()
+        if k != "rewards"
+    ]
     command = [sys.executable, "-m", "g2rpo", "train", "tiny", *given, "rewards={tiny_clip=1.0}"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet()
@@ -306,8 +339,14 @@ PATH_METHOD = {"train_steps": "drop", "granularities": "drop"}
 )
 def test_every_algorithm_trains_in_the_same_loop(tmp_path, cache, algorithm, options):
     recipe = tmp_path / "recipe.toml"
-    values = {**SMALL, "cache": cache, "algorithm": algorithm, "iterations": 2, "out": str(tmp_path / "run"),
-              **options}  # fmt: skip
+    values = {
+        **SMALL,
+        "cache": cache,
+        "algorithm": algorithm,
+        "iterations": 2,
+        "out": str(tmp_path / "run"),
+        **options,
+    }
     recipe.write_text(
         "\n".join(f"{k} = {json.dumps(v)}" for k, v in values.items() if v != "drop" and k != "rewards")
         + "\n[rewards]\ntiny_clip = 1.0\n"

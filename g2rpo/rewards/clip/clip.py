@@ -42,7 +42,7 @@ def load(
 
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
-    """  # fmt: skip
+    """
     use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
     place = locate(path, HUB_FILES, "the clip reward")
     network = clip_network(place, FILES, quick_gelu=True, heads=heads)

@@ -36,7 +36,7 @@ def load(
 
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
-    """  # fmt: skip
+    """
     use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
     place = locate(path, (FILES[0], OPENCLIP_CONFIG), "the hps reward")
     network = clip_network(place, FILES, quick_gelu=False, heads=heads)

@@ -67,9 +67,14 @@ class ImageRewardNetwork(nn.Module):
         self.vision = BlipVisionModel(BlipVisionConfig(**vision, hidden_act="gelu", layer_norm_eps=1e-6))
         # As a decoder only so that it has cross-attention; it is called as an encoder.
         config = BlipTextConfig(
-            **text, encoder_hidden_size=vision["hidden_size"], hidden_act="gelu", layer_norm_eps=1e-12,
-            is_decoder=True, pad_token_id=0, bos_token_id=text["vocab_size"] - 2,
-        )  # fmt: skip
+            **text,
+            encoder_hidden_size=vision["hidden_size"],
+            hidden_act="gelu",
+            layer_norm_eps=1e-12,
+            is_decoder=True,
+            pad_token_id=0,
+            bos_token_id=text["vocab_size"] - 2,
+        )
         self.text = BlipTextModel(config, add_pooling_layer=False)
         widths = (text["hidden_size"], 1024, 128, 64, 16, 1)
         linear = [nn.Linear(*pair) for pair in pairwise(widths)]
@@ -129,7 +134,7 @@ def load(
 
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
-    """  # fmt: skip
+    """
     use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
     place = locate(path, FILES[:1], "the imagereward reward")
     file = weights_at(place, FILES)

@@ -171,9 +171,12 @@ def _told_by_shapes(
 ) -> dict[str, Any]:
     """OpenCLIP's configuration: ViT-H-14's at its pixels, or what shapes tell where `heads` are given."""
     needed = (
-        "visual.conv1.weight", "visual.positional_embedding", "visual.proj", "token_embedding.weight",
+        "visual.conv1.weight",
+        "visual.positional_embedding",
+        "visual.proj",
+        "token_embedding.weight",
         "positional_embedding",
-    )  # fmt: skip
+    )
     if absent := [key for key in needed if key not in state or state[key].ndim < 2]:
         raise ValueError(f"{file} is no whole CLIP in OpenCLIP's layout; it lacks {', '.join(absent)}")
     conv, tokens = state["visual.conv1.weight"], state["token_embedding.weight"]

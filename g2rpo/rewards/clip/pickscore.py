@@ -36,7 +36,7 @@ def load(
 
     Raises:
         ValueError: an option, a file or a tokenizer that does not fit.
-    """  # fmt: skip
+    """
     use = Use(device, batch, dtype, offload)
     place = locate(path, HUB_FILES, "the pickscore reward")
     network: Any = clip_network(place, TRANSFORMERS_FILES, quick_gelu=False)

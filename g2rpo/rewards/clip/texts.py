@@ -40,7 +40,7 @@ class ClipTokenizer:
 
         Raises:
             ValueError: a folder without a tokenizer, or with that of another network.
-        """  # fmt: skip
+        """
         from transformers import CLIPTokenizer
 
         _check_tokenizer_folder(folder, ("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -67,9 +67,13 @@ class ClipTokenizer:
     def __call__(self, texts: Sequence[str]) -> Tensor:
         texts = [openclip_clean(text) for text in texts] if self._openclip else list(texts)
         encoded = self._tokenizer(
-            texts, padding="max_length", truncation=True, max_length=self._context, return_tensors="pt",
+            texts,
+            padding="max_length",
+            truncation=True,
+            max_length=self._context,
+            return_tensors="pt",
             split_special_tokens=self._openclip,  # a caption that spells an end token does not end there
-        )  # fmt: skip
+        )
         return encoded.input_ids * encoded.attention_mask if self._openclip else encoded.input_ids
 
 

@@ -62,8 +62,11 @@ def read_scores(answer: Any, n: int) -> list[float | Failed]:
     if not isinstance(scores, list):
         return [Failed('the answer has no list "scores"', str(answer)[:200])] * n
     if len(scores) != n:
-        return [Failed("the answer has another number of scores than there were pictures",
-                       f"{len(scores)} for {n}")] * n  # fmt: skip
+        return [
+            Failed(
+                "the answer has another number of scores than there were pictures", f"{len(scores)} for {n}"
+            )
+        ] * n
     return [_score(score) for score in scores]
 
 
@@ -104,9 +107,16 @@ def load(
         ValueError: options that cannot be meant, or a server that is not there.
     """
     servers = Servers(
-        "http", "urls", urls, timeout=timeout, concurrency=concurrency, retries=retries, backoff=backoff,
-        api_key_env=api_key_env, headers=headers,
-    )  # fmt: skip
+        "http",
+        "urls",
+        urls,
+        timeout=timeout,
+        concurrency=concurrency,
+        retries=retries,
+        backoff=backoff,
+        api_key_env=api_key_env,
+        headers=headers,
+    )
     whole("http", "batch", batch, least=1)
     for url, answer in servers.reach("").items() if check else ():
         if isinstance(answer, Failed):

@@ -13,9 +13,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 LOOPBACK_NAMES = (
-    "localhost", "localhost.localdomain", "localhost4", "localhost4.localdomain4", "localhost6",
-    "localhost6.localdomain6", "ip6-localhost", "ip6-loopback",
-)  # fmt: skip
+    "localhost",
+    "localhost.localdomain",
+    "localhost4",
+    "localhost4.localdomain4",
+    "localhost6",
+    "localhost6.localdomain6",
+    "ip6-localhost",
+    "ip6-loopback",
+)
 """What /etc/hosts calls this machine on the usual systems."""
 
 

@@ -116,9 +116,13 @@ class Servers:
         # answer would be the score. Where all servers are here, not even an unusable variable matters.
         direct = {url: None for url in self.urls if is_loopback(url)}
         return httpx.AsyncClient(
-            headers=self.headers, timeout=None, limits=limits, verify=_certificates(), mounts=direct,
+            headers=self.headers,
+            timeout=None,
+            limits=limits,
+            verify=_certificates(),
+            mounts=direct,
             trust_env=len(direct) < len(self.urls),
-        )  # fmt: skip
+        )
 
     async def _ask_all(self, path: str, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         free = asyncio.Semaphore(self.concurrency)
@@ -189,9 +193,12 @@ class Servers:
             return _Again("the answer is no JSON", response.text[:200], final=True)
         final = status != 429 and status < 500
         return _Again(
-            f"HTTP {status}", response.text[:200], final=final, crowded=status in (429, 503),
+            f"HTTP {status}",
+            response.text[:200],
+            final=final,
+            crowded=status in (429, 503),
             pause=retry_after(response.headers.get("Retry-After")),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

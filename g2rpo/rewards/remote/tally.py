@@ -32,8 +32,10 @@ class Tally:
             if not self.counts[failed.reason]:
                 LOG.warning(
                     "reward %s: a sample without a score: %s%s. More of the same is counted, not printed",
-                    self.reward, failed.reason, f" ({_short(failed.example)})" if failed.example else "",
-                )  # fmt: skip
+                    self.reward,
+                    failed.reason,
+                    f" ({_short(failed.example)})" if failed.example else "",
+                )
             self.counts[failed.reason] += 1
         if not failures:
             return None

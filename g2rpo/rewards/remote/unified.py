@@ -163,9 +163,15 @@ def load(
         ValueError: options that cannot be meant, or a server that is not there.
     """
     asked = Servers(
-        "unified", "servers", servers, timeout=timeout, concurrency=concurrency, retries=retries,
-        backoff=backoff, api_key_env=api_key_env,
-    )  # fmt: skip
+        "unified",
+        "servers",
+        servers,
+        timeout=timeout,
+        concurrency=concurrency,
+        retries=retries,
+        backoff=backoff,
+        api_key_env=api_key_env,
+    )
     if not model or not isinstance(model, str):
         raise ValueError(
             f"reward unified: model={model!r} must name the model as the servers do, such as "
