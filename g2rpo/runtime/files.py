@@ -1,7 +1,7 @@
 """Files that are complete or absent, never half written, and that are on the disk when the call returns.
 
-Every file that a later command reads goes through `write_atomic`, or through `atomic_path` where another library
-does the writing: a temporary file in the same folder is written, synced and then renamed over the old one.
+Every file that a later command reads goes through `write_atomic`, or through `atomic_path` where another
+library does the writing: a temporary file in the same folder is written, synced and renamed over the old one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path to write to; on leaving the block its file is synced and takes the place of `path`.
 
-    The temporary name keeps the suffix, which some writers need, and is unique among hosts and containers that
-    share the folder. If the block raises, the temporary file is removed and `path` is left as it was.
+    The temporary name keeps the suffix, which some writers need, and is unique among hosts and containers
+    that share the folder. If the block raises, it is removed and `path` is left as it was.
     """
     host = socket.gethostname().split(".")[0]
     temporary = path.with_name(f".tmp-{host}-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
