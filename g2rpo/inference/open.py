@@ -43,7 +43,8 @@ def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
     base = base or record.get("base_model")
     if base is None:
         raise ValueError(
-            f"{path} holds weights alone; say which model they belong to: base=NAME, or --base NAME"
+            f"{path} holds weights alone; say which model they belong to with --base NAME "
+            "(in Python base=NAME)"
         )
     return base, [*([Path(below).expanduser()] if below else []), path]
 

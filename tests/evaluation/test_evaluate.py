@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ from g2rpo.evaluation.stats import difference_of, mean_of
 from g2rpo.inference.images import read_png_text
 from g2rpo.inference.names import labels_of
 from g2rpo.inference.open import open_policy
+from g2rpo.models.tiny import tiny_folder
 
 OWN = """
 import os, signal, torch
@@ -185,13 +187,11 @@ def judges(names):
 
 
 def test_a_model_that_changed_is_refused(tmp_path, own):
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"1")
+    folder = shutil.copytree(tiny_folder("tiny@g2rpo")[1], tmp_path / "weights")
     given = ("evaluation", ["tiny", "weights"], drawing(base="tiny"), tmp_path / "out")
     lineup.Lineup(*given).write()
     lineup.Lineup(*given)
-    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"22")
+    os.utime(folder / "pytorch_lora_weights.safetensors", (1, 1))
     with pytest.raises(ValueError, match="weights: another model than there, or changed since"):
         lineup.Lineup(*given)
     with pytest.raises(ValueError, match="holds something else"):
