@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from g2rpo.settings import ALGORITHM_OPTIONS, Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import compare_checkouts
 from checkouts import cases
 from checkouts.difference import compare_folders
 from checkouts.runs import digest, package_digest
@@ -201,6 +202,42 @@ def test_the_cases_can_be_run_in_order():
     assert [case.name for case in needed] == ["lora_whole", "lora_begun", "lora_resumed"]
     with pytest.raises(ValueError, match="no case 'nothing'"):
         cases.selected(["nothing"])
+
+
+COMMAND = """
+import json, pathlib, sys
+out = pathlib.Path("run")
+out.mkdir()
+(out / "metrics.jsonl").write_text(json.dumps({"step": 1, "nfe": 4, "loss": LOSS}) + "\\n")
+print("in", sys.argv[1])
+sys.exit(CODE)
+"""
+
+
+def checkout(folder, loss="0.1", code="0"):
+    """A checkout whose command writes one line of metrics."""
+    (folder / "g2rpo").mkdir(parents=True)
+    (folder / "g2rpo/__init__.py").touch()
+    (folder / "g2rpo/__main__.py").write_text(COMMAND.replace("LOSS", loss).replace("CODE", code))
+    return str(folder)
+
+
+def test_the_command_says_what_differs_and_keeps_the_results_of_base(tmp_path, capsys):
+    base, same = checkout(tmp_path / "base"), checkout(tmp_path / "same")
+    other = checkout(tmp_path / "other", "0.10000000000000002")
+    failing = checkout(tmp_path / "failing", code="1")
+    options = ["--only", "demo", "--work", str(tmp_path / "work")]
+    assert compare_checkouts.main([base, same, *options]) == 0
+    assert "EQUAL: 1 cases" in capsys.readouterr().out
+    [ran] = (tmp_path / "work/base").glob("*/demo-*/outcome.json")
+    before = ran.stat().st_mtime_ns
+    assert compare_checkouts.main([base, other, *options]) == 1
+    told = capsys.readouterr().out
+    assert "run/metrics.jsonl, step 1, loss: BASE 0.1, NEW 0.10000000000000002" in told
+    assert "DIFFERENT: 1 of 1 cases differ" in told and ran.stat().st_mtime_ns == before
+    assert compare_checkouts.main([base, failing, *options]) == 1
+    assert "NEW: exit code 1; the output ends with\n    in train" in capsys.readouterr().out
+    assert compare_checkouts.main([failing, failing, *options]) == 1  # equal, but it shows nothing
 
 
 def test_results_of_base_are_kept_by_package_and_case(tmp_path):

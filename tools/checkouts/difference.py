@@ -1,6 +1,7 @@
 """Compares the files of one case, bit for bit, by what they hold.
 
-Not compared, and why, says NOT_COMPARED for files and NOT_COMPARED_KEYS for entries.
+NOT_COMPARED lists the files that are not compared, NOT_COMPARED_KEYS the entries, each with the reason. A
+checkpoint's state.json is compared as it is, its tensors after `read_checkpoints`: their format may change.
 """
 
 import json
@@ -23,10 +24,6 @@ NOT_COMPARED = {
     "*.lock": "an empty file that processes lock",
     "*curve.png": "a drawing of metrics.jsonl, with titles in prose",
     "*README.md": "a model card in prose; its numbers are those of metrics.jsonl and config.toml",
-    "*.distcp": "tensors of a checkpoint, which are compared after `read_checkpoints`",
-    "*/step_*/.metadata": "the same",
-    "*/step_*/metadata.json": "the same",
-    "*/step_*/*.safetensors.index.json": "the same",
     "*/__pycache__/*": "byte code",
     "__pycache__/*": "byte code",
 }
@@ -81,7 +78,13 @@ def _files(folder: Path) -> dict[str, Path]:
     """Relative name -> file, of those that are compared."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: path for name, path in files.items() if not any(fnmatch(name, p) for p in NOT_COMPARED)}
+    return {name: path for name, path in files.items() if _is_compared_file(name)}
+
+
+def _is_compared_file(name: str) -> bool:
+    if "checkpoints/step_" in name:
+        return name.endswith("/state.json")
+    return not any(fnmatch(name, pattern) for pattern in NOT_COMPARED)
 
 
 Comparer = Callable[[Comparison, str, Path, Path], None]
