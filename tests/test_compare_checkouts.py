@@ -132,6 +132,17 @@ def test_adapters_are_compared_as_products_to_a_tolerance(folders):
     assert "run/lora.safetensors, x" in found and "relative difference 1.0" in found
 
 
+def test_adapters_of_a_checkpoint_are_compared_bit_for_bit(folders):
+    for folder, value in zip(folders, (1.0, 1.0000001), strict=True):
+        adapters = {"module.x.lora_A.default.weight": torch.tensor([value])}
+        save_file(adapters, folder / "run__checkpoints__step_000003.safetensors")
+    [found] = differences(folders)
+    assert "step_000003.safetensors, module.x.lora_A.default.weight, 1 of 1 numbers" in found
+    for folder in folders:
+        save_file({}, folder / "run__checkpoints__step_000003.safetensors")
+    assert "nothing is shown" in differences(folders)[0]
+
+
 def test_the_last_bit_of_a_pixel_and_the_text_of_an_image_are_found(folders):
     pixels = np.full((4, 5, 3), 7, dtype=np.uint8)
     save_png(folders[1] / "run/samples/0000.png", pixels, "a dog")

@@ -30,7 +30,7 @@ cache = "cache"
 
 # Rewards that are equal within some groups (skip_flat, spread) and missing for some samples.
 REWARDS = '''\
-"""A user's rewards: constant for prompts with an even number of letters; no score for dark images."""
+"""A user's rewards: constant for prompts of an even length; no score for about every third image."""
 
 
 def often_flat(images, prompts, metadata=None):
@@ -43,7 +43,7 @@ def often_flat(images, prompts, metadata=None):
 
 def sometimes_missing(images, prompts, metadata=None):
     scores = images.amax((1, 2, 3)) - images.amin((1, 2, 3))
-    scores[images[:, 0].mean((1, 2)) < 0.5] = float("nan")
+    scores[(images.double().sum((1, 2, 3)) * 1000).long() % 3 == 0] = float("nan")
     return scores
 '''
 
@@ -102,7 +102,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "spread_skip_flat": (
         "algorithm=g2rpo", "train_steps=[0,2,3]", "granularities=[1,2]", "steps_per_iteration=1",
         "step_draw=spread", "skip_flat=true", "prompts=world:train", "iterations=4",
-        'rewards={colourfulness=1.0,"comparison_rewards:often_flat"=1.0}',
+        'rewards={"comparison_rewards:often_flat"=1.0}',
     ),
     "missing_rewards": (
         *G2RPO, "max_invalid_fraction=1", "prompts=world:train",
@@ -136,7 +136,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "lora_ema_kl": (*G2RPO, "lora_rank=2", "ema_decay=0.9", "kl_beta=0.05"),
     "spread": VARIANTS["spread_skip_flat"],
 }
-LONG_RUN = ("iterations=4", "checkpoint_every=1", "keep_last=9", "compare_images=2")
+LONG_RUN = ("iterations=4", "checkpoint_every=1", "keep_last=2", "compare_images=2")
 KILLED_RUN = ("iterations=12", "checkpoint_every=1", "keep_last=2")
 TWO = (*G2RPO, "ema_decay=0.9", "kl_beta=0.05", "eval_every=2", "eval_prompts=world:demo", *LONG_RUN)
 TINY_LORA = (*DEMO, "lora_rank=2", "lora_alpha=6", "compare_images=0", "iterations=2", "ema_decay=0")
@@ -242,7 +242,7 @@ def _readers() -> list[Case]:
     """Commands that open what BASE wrote."""
     demo, lora = "BASE:demo/run", "BASE:tiny_lora/run"
     draw = ("--prompts", "world:demo", "--steps", "2")
-    single = "BASE:export_single_file/export/transformer.safetensors"
+    single = "BASE:export_single_file/export/model.safetensors"
     layouts = {
         "export_diffusers": (demo, "diffusers"), "export_single_file": (demo, "single_file"),
         "export_lora": (lora, "lora"), "export_comfyui": (lora, "comfyui"),

@@ -174,11 +174,14 @@ def _image(found: Comparison, name: str, base: Path, new: Path) -> None:
 
 def _tensor_file(found: Comparison, name: str, base: Path, new: Path) -> None:
     tensors, tensors_new = _read(base), _read(new)
-    if not name.startswith(TRAINED) and any(_ADAPTER.search(key) for key in tensors):
+    if any(key.endswith(_EXPORTED_ADAPTERS) for key in tensors):
         return _adapters(found, name, _products(base, tensors), _products(new, tensors_new))
     for key in found.names(name, tensors, tensors_new):
         found.counts["tensors"] += 1
         _tensor(found, f"{name}, {key}", tensors[key], tensors_new[key])
+    if not tensors:
+        found.differences.append(f"{name}: holds no tensors in BASE, so nothing is shown")
+    return None
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -198,7 +201,8 @@ def _tensor(found: Comparison, where: str, base: Tensor, new: Tensor) -> None:
     return None
 
 
-_ADAPTER = re.compile(r"\.lora_(A|B|down|up)\.")
+# In a checkpoint they are called .lora_A.default.weight, and are compared bit for bit like all else.
+_EXPORTED_ADAPTERS = (".lora_A.weight", ".lora_down.weight")
 
 
 def _adapters(found: Comparison, name: str, base: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

@@ -76,7 +76,8 @@ def digest(case: Case) -> str:
     """Changes when the case, or one that it needs, changes."""
     by_name = {one.name: one for one in all_cases()}
     needed = [digest(by_name[name]) for name in dict.fromkeys(case.needs())]
-    text = json.dumps([asdict(case), needed, RECIPE, REWARDS])
+    rewards = REWARDS if "comparison_rewards" in " ".join(case.words) else ""
+    text = json.dumps([asdict(case), needed, RECIPE, rewards])
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -117,7 +118,8 @@ def run_case(case: Case, side: Side, base: Side) -> Outcome:
     files = folder / "files"
     files.mkdir(parents=True)
     (files / "recipe.toml").write_text(RECIPE, encoding="utf-8")
-    (files / "comparison_rewards.py").write_text(REWARDS, encoding="utf-8")
+    if "comparison_rewards" in " ".join(case.words):
+        (files / "comparison_rewards.py").write_text(REWARDS, encoding="utf-8")
     by_name = {one.name: one for one in all_cases()}
     for copied, name in case.copies:
         shutil.copytree(base.folder(by_name[copied]) / "files" / name, files / name)
