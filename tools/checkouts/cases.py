@@ -142,7 +142,8 @@ TWO = (*G2RPO, "ema_decay=0.9", "kl_beta=0.05", "eval_every=2", "eval_prompts=wo
 TINY_LORA = (*DEMO, "lora_rank=2", "lora_alpha=6", "compare_images=0", "iterations=2", "ema_decay=0")
 COMPILED = (*G2RPO, "compile_blocks=true", "group_size=2", "iterations=1")
 # Moments are in 8 bits from 4096 numbers on; each shape of a parameter is compiled, so there are two.
-EIGHT_BITS = (*G2RPO, "optimizer=adamw8bit", "lora_rank=128", 'lora_targets=["attn.to_q"]')
+EIGHT_BITS = (*G2RPO, "optimizer=adamw8bit", "lora_rank=128", 'lora_targets=["attn.to_q"]',
+              "checkpoint_every=1")  # fmt: skip
 
 # Settings that no case changes, and why.
 UNVARIED = {
@@ -223,6 +224,17 @@ def _long_runs() -> list[Case]:
     return [*cases, Case("never_killed", killed), Case("killed", killed, kill_at=3, equals="never_killed")]
 
 
+def _eight_bits() -> list[Case]:
+    """Moments in 8 bits, whose checkpoints hold tensors of torchao's classes; begun in BASE and continued."""
+    words = ("train", "recipe.toml", *EIGHT_BITS)
+    begun = Copy("adam_8bit_begun", "run")
+    return [
+        Case("adam_8bit", words, compiles=True, fresh=True),
+        Case(begun.case, (*words, "stop_after=1"), compiles=True, fresh=True),
+        Case("adam_8bit_resumed", words, copies=(begun,), equals="adam_8bit", compiles=True, fresh=True),
+    ]
+
+
 def _two_processes() -> list[Case]:
     return [
         train("two_processes_whole", *TWO, processes=2),
@@ -293,7 +305,7 @@ def all_cases() -> list[Case]:
         ),
         *_readers(),
         Case("compiled", ("train", "recipe.toml", *COMPILED), compiles=True, fresh=True),
-        Case("adam_8bit", ("train", "recipe.toml", *EIGHT_BITS), compiles=True, fresh=True),
+        *_eight_bits(),
         *(
             Case(f"refused_{name}", ("train", "recipe.toml", *words), refusal=word)
             for name, (words, word) in REFUSED.items()
