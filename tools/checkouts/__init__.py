@@ -1,0 +1,1 @@
+"""Parts of compare_checkouts.py: the cases, how they are run, and how their results are compared."""
