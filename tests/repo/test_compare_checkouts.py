@@ -11,9 +11,9 @@ import torch
 from PIL import Image, PngImagePlugin
 from safetensors.torch import save_file
 
-from g2rpo.settings import ALGORITHM_OPTIONS, Settings
+from g2rpo.config.settings import ALGORITHM_OPTIONS, Settings
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import compare_checkouts
 from checkouts import cases
 from checkouts.difference import compare_folders
