@@ -30,7 +30,7 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.objectives.batch import Rows
 from g2rpo.objectives.grpo import clipped_surrogate, step_kl
 from g2rpo.runtime.processes import gathered, world_size
-from g2rpo.runtime.sharding import whole
+from g2rpo.runtime.sharding import full_tensor
 from g2rpo.training.ema import holding
 
 Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
@@ -166,7 +166,7 @@ def update(
             if counted:  # a forward that makes up for missing rows may be of weights that have moved
                 off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole_rows, 0.0)
                 drift = torch.maximum(drift, off.max())
-        sums["grad_norm"] = whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+        sums["grad_norm"] = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
         if not bool(sums["grad_norm"].isfinite()):
             optimizer.zero_grad(set_to_none=True)
             raise NotFinite(sums["grad_norm"].item(), g, len(groups))

@@ -19,7 +19,7 @@ from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.registry import check_weights, policy_of
 from g2rpo.runtime.processes import end_processes, start_processes
-from g2rpo.runtime.sharding import sharding_mesh, whole
+from g2rpo.runtime.sharding import full_tensor, sharding_mesh
 from g2rpo.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def load_on_two(base: Path, other: Path, files: dict[str, Path], lora: Path) -> 
         check_weights(settings, mesh)
         for name, value in parameters(policy_of(settings, mesh=mesh)).items():
             assert isinstance(value, DTensor) and value.to_local().numel() < value.numel(), name
-            assert torch.equal(whole(value), theirs[name]), name
+            assert torch.equal(full_tensor(value), theirs[name]), name
     refused = Settings(model=str(base), weights=str(lora), device="cpu")
     for attempt in (lambda: check_weights(refused, mesh), lambda: policy_of(refused, mesh=mesh)):
         with pytest.raises(ValueError, match="is a LoRA, which cannot be added into weights that several"):
@@ -114,7 +114,7 @@ def load_on_two(base: Path, other: Path, files: dict[str, Path], lora: Path) -> 
     check_weights(refused.model_copy(update={"lora_rank": 2}), mesh)
     theirs = parameters(FluxPolicy.load(other, lora_rank=2))
     for name, value in parameters(policy_of(settings.model_copy(update={"lora_rank": 2}), mesh=mesh)).items():
-        assert torch.equal(whole(value), theirs[name]), name
+        assert torch.equal(full_tensor(value), theirs[name]), name
     end_processes()
 
 
