@@ -252,4 +252,4 @@ def test_adapters_that_do_not_fit_say_so(module, tmp_path):
     )
     del (lone := dict(written))[f"{name}.lora_up.weight"]
     assert f"without one of the two matrices A and B: {name} (only A and alpha)" in loading(lone)
-    assert "whole differences of weights" in loading(written | {f"{name}.diff": torch.zeros(1)})
+    assert "full differences of weights" in loading(written | {f"{name}.diff": torch.zeros(1)})

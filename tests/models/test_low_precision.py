@@ -7,7 +7,7 @@ from g2rpo.config.settings import Settings
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.network import blocks_of
 from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.loading.low_precision import float8_able, float8_linears
+from g2rpo.models.loading.low_precision import eligible_linears, float8_linears
 from g2rpo.rollouts.explore import sample
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
@@ -39,7 +39,7 @@ def test_weights_come_back(lora_rank):
         plain = policy.velocity(x, sigma, cond)
         with policy.tails():
             low = policy.velocity(x, sigma, cond)
-            kinds = {type(m.weight).__name__ for block in blocks for m in float8_able(block)}
+            kinds = {type(m.weight).__name__ for block in blocks for m in eligible_linears(block)}
             assert kinds == {"Float8Tensor"}
         torch.testing.assert_close(policy.velocity(x, sigma, cond), plain, rtol=0, atol=0)
     for name, parameter in policy.module.named_parameters():
@@ -53,7 +53,7 @@ def test_which_linears():
     policy = load(lora_rank=4)
     for block in blocks_of(policy.module):
         names = {id(module): name for name, module in block.named_modules()}
-        chosen = [names[id(module)] for module in float8_able(block)]
+        chosen = [names[id(module)] for module in eligible_linears(block)]
         assert chosen and not any("norm" in name or "lora" in name for name in chosen)
         assert any("attn" in name for name in chosen)
         assert any("ff" in name or "mlp" in name for name in chosen)
@@ -61,10 +61,10 @@ def test_which_linears():
 
 def test_weights_come_back_after_an_error():
     policy = load()
-    weights = [m.weight for block in blocks_of(policy.module) for m in float8_able(block)]
+    weights = [m.weight for block in blocks_of(policy.module) for m in eligible_linears(block)]
     with pytest.raises(RuntimeError, match="torn"), float8_linears(blocks_of(policy.module)):
         raise RuntimeError("torn")
-    after = [m.weight for block in blocks_of(policy.module) for m in float8_able(block)]
+    after = [m.weight for block in blocks_of(policy.module) for m in eligible_linears(block)]
     assert all(a is b for a, b in zip(weights, after, strict=True))
 
 

@@ -159,7 +159,7 @@ BROKEN: dict[str, Callable] = {
     "LoKr": lambda n: ({f"{n.layer}.lokr_w{i}": torch.ones(2, 2) for i in "12"}, ["2 of 2 keys", "LoKr"]),
     "LoCon": lambda n: (n.sound | {f"{n.layer}.lora_mid.weight": torch.ones(2, 2)}, ["LoCon"]),
     "a bias": lambda n: (n.sound | {f"{n.layer}.lora_B.bias": torch.ones(32)}, ["biases of adapters"]),
-    "whole differences": lambda n: (n.sound | {f"{n.layer}.diff": torch.ones(32, 32)}, ["whole differences"]),
+    "full differences": lambda n: (n.sound | {f"{n.layer}.diff": torch.ones(32, 32)}, ["full differences"]),
     "two names of a matrix": lambda n: (
         n.sound | {f"{n.layer}.{end}.weight": torch.ones(2, 32) for end in ("lora_A", "lora_down")},
         ["no part of a LoRA"],
