@@ -1,4 +1,4 @@
-"""Float8 tails: what they touch, what they leave alone, and that only rewards see them."""
+"""Float8 tails: the layers that they change, those that they do not, and their use only for scored images."""
 
 import pytest
 import torch
@@ -94,16 +94,16 @@ def test_without_the_setting_tails_are_as_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"precision": "float32"}, "needs precision=bfloat16"),
         ({"precision": "bfloat16", "base_dtype": "float8", "lora_rank": 4}, "base_dtype=compute, got"),
     ],
 )
-def test_what_does_not_go_together(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_float8_tails_reject(settings, message):
+    with pytest.raises(ValueError, match=message):
         Settings(tails_precision="float8", **settings)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         FluxPolicy.load("random:tiny", tails_precision="float8", **settings)
 
 
@@ -117,7 +117,7 @@ def test_without_torchao(monkeypatch):
 def test_a_compiled_rollout_in_eight_bits_never_waits():
     policy = load(device="cuda", compiled=True)
     eager = explored(load(device="cuda", tails_precision="compute"))
-    for _ in range(2):  # compiling and the first quantisation may wait
+    for _ in range(2):  # the first call also compiles and quantises
         explored(policy, tails=policy.tails, rollout_batch=4)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     cond, plan = policy.encode(["a", "b"]), Singular((0, 2), (1, 2)).plan(6, 0, 0)

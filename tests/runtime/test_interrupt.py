@@ -105,14 +105,14 @@ def test_around_another_manager_a_signal_waits_but_not_within_it(when):
 
 
 def test_undisturbed_is_around_what_is_going_on():
-    alone, within = Signalled("never"), Signalled("left")
-    with undisturbed(alone):
+    outside, within = Signalled("never"), Signalled("left")
+    with undisturbed(outside):
         pass
     with interruptible() as interrupt:
         with undisturbed(within):
             pass
         assert interrupt.requested
-    assert alone.past == within.past == ["entered", "left"]
+    assert outside.past == within.past == ["entered", "left"]
 
 
 def test_weights_that_were_lent_half_come_back():
@@ -206,15 +206,15 @@ def test_float32_weights_come_back_after_an_evaluation_that_was_cut_off(run, mon
 def test_a_reward_that_draws_numbers_draws_the_same_after_an_abandoned_rollout(run, monkeypatch):
     module = types.ModuleType("drawing")
 
-    def drawn(images, prompts, metadata):
+    def random_scores(images, prompts, metadata):
         scores = torch.rand(len(images))
         if module.calls.append(1) or len(module.calls) == module.signalled:
             signal.raise_signal(signal.SIGINT)
         return scores
 
-    module.drawn, module.calls, module.signalled = drawn, [], 0
+    module.random_scores, module.calls, module.signalled = random_scores, [], 0
     monkeypatch.setitem(sys.modules, "drawing", module)
-    settings = {"rewards": {"drawing:drawn": 1.0}, "iterations": 2}
+    settings = {"rewards": {"drawing:random_scores": 1.0}, "iterations": 2}
     uninterrupted = run("uninterrupted", **settings)
     module.signalled = len(module.calls) + len(module.calls)  # the last of as many again: in iteration 2
     stopped, done = run(**settings), run(**settings)
