@@ -38,7 +38,8 @@ def sharding_mesh(device: torch.device, shard_size: int | None = None) -> Device
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     if shard_size > size or size % shard_size:
         raise ValueError(
-            f"shard_size={shard_size} does not divide the {size} processes of this run; use a divisor of it"
+            f"shard_size={shard_size} does not divide the {size} processes of this run; "
+            f"use a divisor of {size}"
         )
     names = ("replicate", "shard")
     return init_device_mesh(device.type, (size // shard_size, shard_size), mesh_dim_names=names)
