@@ -25,7 +25,7 @@ from g2rpo.models.policy import Conditioning
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import any_process, gathered, rank, resolve_device, world_size
-from g2rpo.runtime.progress import counted
+from g2rpo.runtime.progress import show_progress
 from g2rpo.training.run_prompts import run_prompts
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
@@ -179,7 +179,7 @@ def embed_missing(settings: Settings, device: torch.device) -> None:
     with interruptible() as interrupt:
         try:
             interrupt.together(filling.run)
-            if any_process(interrupt.asked):  # it came to one that was done and waited
+            if any_process(interrupt.requested):  # it came to one that was done and waited
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             _speaker(console)(INTERRUPTED.format(sum(gathered(filling.added))))
@@ -203,7 +203,7 @@ class _Filling:
         self.missing, self.added = cache.missing(encoders, prompts), 0
 
     def run(self) -> None:
-        with counted(len(self.missing), "prompts", "embedding", self._console) as progress:
+        with show_progress(len(self.missing), "prompts", "embedding", self._console) as progress:
 
             def count(done: int, total: int) -> None:
                 self.added = done
