@@ -26,13 +26,13 @@ from g2rpo.costs.memory import (
     USABLE,
     Memory,
     changes_that_help,
-    chosen_rollout_batch,
     forwards_per_sample,
+    largest_rollout_batch,
     memory_of,
     run_plans,
     trained_params,
 )
-from g2rpo.costs.speeds import LEAST_PARAMS, Speeds, given, rates_of
+from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
 from g2rpo.models.flux.shape import FluxShape, flux_shape
 from g2rpo.rollouts.plan import Plan
 
@@ -141,7 +141,7 @@ def plan_costs(
     flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
     memory = memory_of(settings, shape, plans, num_processes, trained)
     if speeds is None and seconds_per_forward is not None:
-        speeds = given(shape, seconds_per_forward)
+        speeds = speeds_from_forward(shape, seconds_per_forward)
     seconds: dict[str, float] = {}
     run_seconds = released_hours = None
     if speeds is not None:
@@ -154,8 +154,8 @@ def plan_costs(
         }
         seconds = {part: value / num_processes for part, value in parts.items()}
         watching = eval_forwards * speeds.forward + watched * (speeds.decode + speeds.reward)
-        run_seconds = n * sum(seconds.values()) + watching / num_processes + speeds.once
-    if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > LEAST_PARAMS:
+        run_seconds = n * sum(seconds.values()) + watching / num_processes + speeds.startup
+    if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > MIN_TABULATED_PARAMS:
         naive = networks * groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
     if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
@@ -198,7 +198,7 @@ def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ..
     return tuple(dict.fromkeys(lines))
 
 
-def rows(costs: Costs) -> list[tuple[str, str, str]]:
+def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
     """(section, item, value) lines for a table."""
     shape = costs.shape
     table = [
@@ -255,7 +255,7 @@ def _with_batch(
         return unknown, ("rollout_batch=auto is chosen by the device's memory: say which, --memory GB",)
     trained, usable = trained_params(settings, shape), round(USABLE * memory_bytes)
     try:
-        batch = chosen_rollout_batch(settings, shape, plans, processes, trained, usable)
+        batch = largest_rollout_batch(settings, shape, plans, processes, trained, usable)
     except ValueError:
         return unknown, ()  # the notes say what does not fit
     return settings.model_copy(update={"rollout_batch": batch}), ()

@@ -9,7 +9,7 @@ import torch
 from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.memory import agreed_rollout_batch
-from g2rpo.costs.speeds import TABLE, Speeds, looked_up, measure, rates_of
+from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
 from g2rpo.models.flux.shape import flux_shape
 from g2rpo.models.registry import policy_of
@@ -52,7 +52,7 @@ def plan_here(
         shape = flux_shape(
             settings.model, resolution=settings.resolution, max_sequence_length=settings.max_sequence_length
         )
-        speeds = looked_up(settings, shape, name)
+        speeds = tabulated_speeds(settings, shape, name)
     costs = plan_costs(
         settings,
         num_processes=num_processes,
@@ -78,4 +78,4 @@ def _measured(settings: Settings) -> Speeds:
         compiled=settings.compile_blocks,
         tails_precision=settings.tails_precision,
     )
-    return measure(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])
+    return measure_speeds(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])

@@ -89,7 +89,7 @@ def memory_of(
     moments = 2 * master if settings.optimizer == "adamw" else 2
     tokens, width = shape.tokens, shape.width
 
-    update_rows = min(settings.update_batch, groups * max(step_rows(settings, plan) for plan in plans))
+    update_rows = min(settings.update_batch, groups * max(rows_per_step(settings, plan) for plan in plans))
     # What the backward needs of a block is about 34 bytes a token and channel in 16 bits (Korthikanti et al.,
     # arXiv:2205.05198, without the attention matrix, which is never stored); recomputed, its input alone.
     block = update_rows * tokens * width * 17 * compute
@@ -155,7 +155,7 @@ def row_bytes(settings: Settings, shape: FluxShape) -> int:
     return shape.tokens * shape.width * widths * compute
 
 
-def chosen_rollout_batch(
+def largest_rollout_batch(
     settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int, usable: int
 ) -> int:
     """The largest rollout_batch whose rollout fits into `usable` bytes; at most the largest wave of the run.
@@ -196,7 +196,7 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
     plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
-    found = min(gathered(chosen_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
+    found = min(gathered(largest_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
     return found if before is None else min(found, before)
 
 
@@ -232,7 +232,7 @@ def forwards_per_sample(settings: Settings) -> int:
     return 1 if settings.true_cfg == 1 else 2
 
 
-def step_rows(settings: Settings, plan: Plan) -> int:
+def rows_per_step(settings: Settings, plan: Plan) -> int:
     """Most rows of one group in one optimizer step: those of all noise steps, of one, or of some members."""
     rows, size = plan.nfe(settings.group_size)["update"], settings.group_size
     update = settings.option("update")

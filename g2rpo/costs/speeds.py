@@ -21,7 +21,7 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import ask
 
-LEAST_PARAMS = 1e9
+MIN_TABULATED_PARAMS = 1e9
 """Transformers smaller than this are not looked up: their time is overhead, not arithmetic."""
 
 
@@ -43,7 +43,7 @@ class Speeds:
     decode: float
     update: float
     reward: float = 0.0
-    once: float = 0.0
+    startup: float = 0.0
     source: str = ""
 
 
@@ -82,7 +82,7 @@ H200 = Rates(
 TABLE = {"H200": H200, "H100": replace(H200, compiled=574, decode=140, released=185)}
 
 
-JUDGES = {
+REWARD_SECONDS = {
     "hps": (7e-3, 0.6e-3),
     "clip": (7e-3, 0.6e-3),
     "pickscore": (7e-3, 0.6e-3),
@@ -96,10 +96,10 @@ def rates_of(gpu: str) -> Rates | None:
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
 
 
-def looked_up(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
+def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
     """What the table says of these settings on that GPU; None where it says nothing."""
     rates = rates_of(gpu)
-    if rates is None or shape.transformer_params < LEAST_PARAMS or settings.precision != "bfloat16":
+    if rates is None or shape.transformer_params < MIN_TABULATED_PARAMS or settings.precision != "bfloat16":
         return None
     if settings.base_dtype != "compute":
         return None
@@ -118,21 +118,21 @@ def looked_up(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
         update=flops / (rates.update_lora if lora else rates.update) / 1e12,
         reward=sum(
             call / settings.decode_batch + picture
-            for call, picture in (JUDGES.get(name, (0.0, 0.0)) for name in settings.rewards)
+            for call, picture in (REWARD_SECONDS.get(name, (0.0, 0.0)) for name in settings.rewards)
         ),
-        once=rates.compiling_s if compiled else 0.0,
+        startup=rates.compiling_s if compiled else 0.0,
         source=f"the table of measured rates, {gpu}",
     )
 
 
-def given(shape: FluxShape, seconds_per_forward: float) -> Speeds:
+def speeds_from_forward(shape: FluxShape, seconds_per_forward: float) -> Speeds:
     """From one figure alone: everything else as if at that forward's rate."""
     decode = seconds_per_forward * shape.decode_flops / shape.forward_flops
     one = seconds_per_forward
     return Speeds(forward=one, tail=one, decode=decode, update=one, source="one given figure")
 
 
-def measure(
+def measure_speeds(
     policy: Policy, settings: Settings, batch: int, rewards: Mapping[str, Reward], example: Prompt
 ) -> Speeds:
     """Times a few forwards, a decoding, the rewards, and an update's forward and backward, here.

@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from g2rpo.run.folder import BEST, STEP, damage, point, read_best, step_name
+from g2rpo.run.folder import BEST, STEP, damage, read_best, step_name, write_pointer
 from g2rpo.run.metrics import read_metrics
 from g2rpo.runtime.processes import rank
 
@@ -50,7 +50,7 @@ def is_best(out: str | Path, judge: str, iteration: int) -> bool:
 def mark_best(out: str | Path, iteration: int, judge: str) -> None:
     """Lets RUN/best name the checkpoint of `iteration`, which is there already."""
     if rank() == 0:
-        point(Path(out) / BEST, step_name(iteration), judge)
+        write_pointer(Path(out) / BEST, step_name(iteration), judge)
 
 
 def settle_best(out: str | Path, judge: str | None, iteration: int) -> str:
@@ -74,7 +74,7 @@ def settle_best(out: str | Path, judge: str | None, iteration: int) -> str:
     if not whole:
         pointer.unlink(missing_ok=True)
     elif judge is not None:
-        point(pointer, step_name(whole[0]), judge)
+        write_pointer(pointer, step_name(whole[0]), judge)
     if better and better[:1] != whole[:1] and better[0] != iteration:
         return f"the best by {judge} was after iteration {better[0]}; that checkpoint is not there any more"
     return ""

@@ -36,18 +36,18 @@ from g2rpo.run.checkpoint_index import (
     load_tensors,
     pickled_values,
     read_index,
-    single_process_is_meant,
+    without_process_group_warning,
 )
 from g2rpo.run.folder import (
     BEST,
     FILES,
     LATEST,
+    aside_path,
     named_checkpoints,
-    point,
     read_best,
     read_state,
-    set_aside,
     step_name,
+    write_pointer,
 )
 from g2rpo.runtime.files import sync_folder, write_synced
 from g2rpo.runtime.processes import barrier, gathered, rank
@@ -108,7 +108,7 @@ def save_checkpoint(
     barrier()
     _check_space(checkpoints, _bytes(tensors))
     try:
-        with single_process_is_meant():
+        with without_process_group_warning():
             dcp.save(tensors, storage_writer=TensorWriter(unfinished, thread_count=_writers()))
     except dcp.CheckpointException as error:
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
@@ -118,13 +118,13 @@ def save_checkpoint(
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
         write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
         if final.exists():  # a run that went on from an earlier checkpoint comes by here again
-            shutil.rmtree(set_aside(final), ignore_errors=True)
-            os.replace(final, set_aside(final))
+            shutil.rmtree(aside_path(final), ignore_errors=True)
+            os.replace(final, aside_path(final))
         os.replace(unfinished, final)
         sync_folder(checkpoints)
-        point(Path(out) / LATEST, final.name)
+        write_pointer(Path(out) / LATEST, final.name)
         if best is not None:
-            point(Path(out) / BEST, final.name, best)
+            write_pointer(Path(out) / BEST, final.name, best)
         _prune(checkpoints, iteration, keep_last, keep_every)
         for leftover in checkpoints.glob("step_*.tmp"):  # last: one of them may have been the only whole one
             shutil.rmtree(leftover)
@@ -275,20 +275,23 @@ def _bytes(tensors: Mapping[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def check_room(out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tensor], to_go: int) -> None:
-    """Looks before the loop whether its next checkpoint will fit, not when hours were spent on it.
+def check_checkpoint_space(
+    out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tensor], iterations_left: int
+) -> None:
+    """Checks before the training loop that its next checkpoint will fit on the disk.
 
     Args:
-        out: run folder, there or not. trained: name -> parameter that is trained; AdamW adds two moments of
-            the same size. ema: their averages, or nothing. to_go: iterations to come; with none no
-            checkpoint is to come either.
+        out: run folder, which need not exist yet.
+        trained: name -> trained parameter; AdamW adds two moments of the same size.
+        ema: name -> average, or empty.
+        iterations_left: iterations still to run; with 0 no checkpoint will be written and nothing is checked.
 
     Raises:
-        ValueError: too little free space, on all processes or on none.
+        ValueError: too little free space; raised on all processes or on none.
     """
-    if to_go > 0:
-        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        _check_space(there, 3 * _bytes(trained) + _bytes(ema))
+    if iterations_left > 0:
+        existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        _check_space(existing, 3 * _bytes(trained) + _bytes(ema))
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:
@@ -308,4 +311,4 @@ def _prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> N
     for step, path in steps[:-keep_last]:
         if path.name != best and (not keep_every or step % keep_every):
             # Renamed first: a removal that is killed half-way must not look like a checkpoint.
-            os.replace(path, set_aside(path))
+            os.replace(path, aside_path(path))

@@ -96,7 +96,7 @@ def read_index(path: Path) -> Metadata:
         for stored in metadata.storage_data.values():
             _check_inside(stored.relative_path)
     except _ContainsCode as error:
-        raise ValueError(code_in(index, str(error))) from error
+        raise ValueError(contains_code_message(index, str(error))) from error
     except Exception as error:  # what is no index fails in many ways, all of them harmless
         raise ValueError(f"{index} is damaged ({type(error).__name__}: {error})") from error
     return metadata
@@ -109,7 +109,7 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
         ValueError: the files are damaged or contain code.
     """
     try:
-        with single_process_is_meant():
+        with without_process_group_warning():
             dcp.load(tensors, storage_reader=TensorReader(path), planner=TensorPlanner())
     except dcp.CheckpointException as error:
         cause = next((e for e, _ in error.failures.values() if not isinstance(e, KeyboardInterrupt)), None)
@@ -253,11 +253,11 @@ _INDEX_CLASSES: dict[tuple[str, str], Any] = {
 def _unreadable(path: Path, error: BaseException) -> ValueError:
     """What to say of tensor data that `torch.load(weights_only=True)` does not accept."""
     if found := re.search(r"GLOBAL (\S+)|unrecognized function (\S+)", str(error)):
-        return ValueError(code_in(path, found[1] or found[2]))
+        return ValueError(contains_code_message(path, found[1] or found[2]))
     return ValueError(f"{path} is damaged: its tensors cannot be read ({type(error).__name__})")
 
 
-def code_in(path: Path, found: str) -> str:
+def contains_code_message(path: Path, found: str) -> str:
     """The message for a file that would run code if it were unpickled."""
     return (
         f"{path} contains code ({found}), and nothing of it was run. A checkpoint holds tensors and plain "
@@ -267,7 +267,7 @@ def code_in(path: Path, found: str) -> str:
 
 
 @contextmanager
-def single_process_is_meant() -> Iterator[None]:
+def without_process_group_warning() -> Iterator[None]:
     """Silences torch's notice that there is no process group; it comes even where one asks for that."""
     with warnings.catch_warnings():
         warnings.filterwarnings(

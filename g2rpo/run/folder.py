@@ -41,7 +41,7 @@ def step_name(iteration: int) -> str:
     return f"step_{iteration:06d}"
 
 
-def point(pointer: Path, name: str, judge: str = "") -> None:
+def write_pointer(pointer: Path, name: str, judge: str = "") -> None:
     """Lets RUN/latest or RUN/best name a checkpoint."""
     unfinished = pointer.with_name(f"{pointer.name}.tmp")
     write_synced(unfinished, f"{name} {judge}".strip() + "\n")
@@ -99,7 +99,7 @@ def repair_latest(out: str | Path, checkpoint: Path) -> None:
     """Lets `latest` name the checkpoint from which a run goes on. The first process writes."""
     latest = Path(out) / LATEST
     if rank() == 0 and STEP.fullmatch(checkpoint.name) and read_pointer(latest) != checkpoint.name:
-        point(latest, checkpoint.name)
+        write_pointer(latest, checkpoint.name)
 
 
 def damage(path: Path) -> str:
@@ -156,7 +156,7 @@ def _saved(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(found.values())]
 
 
-def set_aside(path: Path) -> Path:
+def aside_path(path: Path) -> Path:
     """The name of a checkpoint that is about to be replaced or removed."""
     return path.with_name(path.name + ASIDE)
 

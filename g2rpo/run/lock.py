@@ -20,8 +20,8 @@ LOCK = ".lock"
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keeps a run folder to this run; one that is not there yet is taken by `begin`.
+def exclusive(out: Path) -> Iterator[None]:
+    """Keeps a run folder to this run; one that is not there yet is taken by `begin_run`.
 
     Of several processes the first holds it for all; it asks before they are joined.
 
@@ -39,7 +39,7 @@ def alone(out: Path) -> Iterator[None]:
         lock.release(force=True)
 
 
-def begin(out: Path, settings: Settings) -> None:
+def begin_run(out: Path, settings: Settings) -> None:
     """Makes the run folder, takes it and leaves the settings there. All processes call; the first writes.
 
     Raises:

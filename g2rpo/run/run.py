@@ -45,7 +45,7 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     return checkpoint
 
 
-def started_again(out: Path) -> str:
+def restart_note(out: Path) -> str:
     """What to say where a run begins at iteration 0 in a folder that already has metrics of iterations."""
     file = out / "metrics.jsonl"
     done = max((line["step"] for line in read_metrics(file)), default=0) if file.is_file() else 0
@@ -72,7 +72,7 @@ def is_finished(settings: Settings) -> bool:
     return path.is_file() and path.read_text(encoding="utf-8").strip() == str(settings.iterations)
 
 
-def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
+def describe_run(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
     """A line on what is trained, how much an iteration takes, and where; another of what warns."""
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     count = sum(p.numel() for p in parameters.values())

@@ -24,7 +24,7 @@ KEPT = 0.9
 Rule = TypeVar("Rule", bound=PlanRule)
 
 
-class Focus:
+class Curriculum:
     """The position in the stream of prompts, prompts to pass over, and the running spread of each step.
 
     Attributes:
@@ -52,9 +52,9 @@ class Focus:
         """Positions of the next `count` prompts. Looks up, moves nothing."""
         return self._walk(count)[0]
 
-    def aimed(self, rule: Rule) -> Rule:
+    def with_spread(self, rule: Rule) -> Rule:
         """The rule with the measured spread by noise step, if it is one that draws steps by it."""
-        aim = getattr(rule, "aimed", None)
+        aim = getattr(rule, "with_spread", None)
         return rule if aim is None else aim(self.spread())
 
     def spread(self) -> dict[int, float]:
@@ -66,7 +66,7 @@ class Focus:
                 found.setdefault(step, []).append(value / usual if usual else 0.0)
         return {step: sum(values) / len(values) for step, values in sorted(found.items())}
 
-    def see(
+    def observe(
         self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], rewards: Sequence[str]
     ) -> dict[str, float]:
         """Takes note of an iteration that is done and moves on in the stream.

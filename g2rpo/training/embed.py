@@ -69,7 +69,7 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncation:
     """Prompts of which an encoder sees the beginning only."""
 
     encoder: str
@@ -88,7 +88,7 @@ class Cut:
         )
 
 
-def cut_prompts(text: Any, prompts: Sequence[str]) -> list[Cut]:
+def truncated_prompts(text: Any, prompts: Sequence[str]) -> list[Truncation]:
     """What CLIP and T5 cut; without an entry for one that sees every prompt whole.
 
     Args:
@@ -103,12 +103,12 @@ def cut_prompts(text: Any, prompts: Sequence[str]) -> list[Cut]:
     ):
         ids = tokenizer(list(prompts), truncation=False, padding=False, verbose=False).input_ids
         long = tuple(prompt for prompt, row in zip(prompts, ids, strict=True) if len(row) > limit)
-        cuts += [Cut(encoder, limit, long)] if long else []
+        cuts += [Truncation(encoder, limit, long)] if long else []
     return cuts
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbedResult:
     """What `embed_run` did.
 
     Attributes:
@@ -122,10 +122,10 @@ class Embedded:
     there: int
     added: int
     interrupted: bool
-    cuts: list[Cut]
+    cuts: list[Truncation]
 
 
-def embed_run(settings: Settings, *, console: Console | None = None) -> Embedded:
+def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedResult:
     """Fills the embedding cache with what a run will ask it for, and says what it found and did.
 
     Of several processes (torchrun's RANK, WORLD_SIZE, LOCAL_RANK) each embeds a share; the first one speaks.
@@ -150,13 +150,13 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> Embedded
             filling.run()
         except KeyboardInterrupt:
             say(INTERRUPTED.format(filling.added))
-            return Embedded(len(texts), len(mine), there, filling.added, True, [])
-    cuts = cut_prompts(policy.text, texts)
+            return EmbedResult(len(texts), len(mine), there, filling.added, True, [])
+    cuts = truncated_prompts(policy.text, texts)
     sources = dict.fromkeys(source for source in (settings.prompts, settings.eval_prompts) if source)
     for line in (*(_said(read_prompts(source)[1]) for source in sources), *map(str, cuts)):
         say(line)
     _say_disk(say, EmbeddingCache(settings.cache), policy)
-    return Embedded(len(texts), len(mine), there, filling.added, False, cuts)
+    return EmbedResult(len(texts), len(mine), there, filling.added, False, cuts)
 
 
 class EmbeddingInterrupted(Exception):

@@ -32,7 +32,7 @@ class Run:
         return read_metrics(self.out / "metrics.jsonl")
 
 
-def interrupted(out: Path) -> Run:
+def interrupted_run(out: Path) -> Run:
     """The run that a signal stopped: as far as its newest checkpoint."""
     kept = latest_checkpoint(out)
     return Run(out, read_state(kept)["iteration"] if kept else 0, False, True)

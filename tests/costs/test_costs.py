@@ -10,7 +10,7 @@ from support.random_flux import save_random_flux
 
 from g2rpo.config.load import load_settings
 from g2rpo.config.settings import Settings
-from g2rpo.costs.costs import plan_costs, rows
+from g2rpo.costs.costs import plan_costs, table_rows
 from g2rpo.costs.speeds import measure_forward
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.models.flux.shape import FluxShape, flux_shape
@@ -220,7 +220,7 @@ def test_time_is_told_only_from_a_figure(folder):
     assert 0 < seconds < 5
     costs = plan_costs(settings, seconds_per_forward=seconds)
     assert costs.run_seconds > 2 * costs.seconds["rollout"] > 0
-    table = rows(costs)
+    table = table_rows(costs)
     assert ("forwards an iteration", "rollout, all", f"{4 * 1708:,}") in table
     assert {section for section, _, _ in table} >= {"model", "memory a device", "disk", "time"}
 

@@ -16,7 +16,7 @@ from support.checkpoint_run import Run, same
 from torch import nn
 
 import g2rpo
-from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
+from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
 from g2rpo.run.folder import latest_checkpoint, read_state
 from g2rpo.runtime.random import seed_everything
 
@@ -254,9 +254,9 @@ def test_a_full_disk_is_noticed_before_the_loop(tmp_path, monkeypatch):
 
 def test_the_last_iteration_needs_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0})())
-    check_room(tmp_path, {"w": torch.zeros(1)}, {}, 0)
+    check_checkpoint_space(tmp_path, {"w": torch.zeros(1)}, {}, 0)
     with pytest.raises(ValueError, match="free some space"):
-        check_room(tmp_path, {"w": torch.zeros(1)}, {}, 1)
+        check_checkpoint_space(tmp_path, {"w": torch.zeros(1)}, {}, 1)
 
 
 def test_state_that_cannot_be_stored(tmp_path):
@@ -270,7 +270,7 @@ def test_state_that_cannot_be_stored(tmp_path):
 WRITER = """
 import sys, torch
 from torch import nn
-from g2rpo.checkpoint import save_checkpoint
+from g2rpo.run.checkpoint import save_checkpoint
 torch.manual_seed(0)
 module = nn.ModuleList([nn.Linear(1000, 1000) for _ in range(100)])  # 400 MB: a write that takes a while
 save_checkpoint(sys.argv[1], 1, {"module": nn.Linear(2, 2)})
@@ -313,8 +313,8 @@ import gc, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from g2rpo.checkpoint import load_checkpoint, save_checkpoint
-from g2rpo.pointers import latest_checkpoint
+from g2rpo.run.checkpoint import load_checkpoint, save_checkpoint
+from g2rpo.run.folder import latest_checkpoint
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -22,7 +22,7 @@ from g2rpo.data.prompts import read_prompts
 from g2rpo.data.stream import PromptStream
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.text import FluxText
-from g2rpo.training.embed import cut_prompts, embed_run, text_encoders
+from g2rpo.training.embed import embed_run, text_encoders, truncated_prompts
 from g2rpo.training.run_prompts import run_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ def test_what_an_encoder_cuts_is_told(settings, tmp_path):
     t5_told = f"T5 cuts 1 prompts after 12 tokens, which shortens what the model reads; the first: {both!r}"
     assert t5_told in said
     shorter = settings(prompts=str(tmp_path / "long.txt"), max_sequence_length=8)
-    cuts = cut_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
+    cuts = truncated_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
     assert [cut.encoder for cut in cuts] == ["CLIP", "T5"] and cuts[1].prompts == (clip_only,)
 
 

@@ -13,7 +13,7 @@ from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.objectives.advantages import advantages_of
 from g2rpo.objectives.batch import rows_of
 from g2rpo.rollouts.score import score
-from g2rpo.training.ema import holding
+from g2rpo.training.ema import swapped_weights
 from g2rpo.training.update import NotFinite, update
 
 PROMPTS = ["0.5", "-0.25"]
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_no_number_says_how_many_steps_came_before(monkeypatc
 
 def test_parameters_hold_other_values_for_a_while():
     weights = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
-    with pytest.raises(KeyboardInterrupt), holding(weights, {"a": torch.tensor([5.0])}):
+    with pytest.raises(KeyboardInterrupt), swapped_weights(weights, {"a": torch.tensor([5.0])}):
         assert (weights["a"].item(), weights["b"].item()) == (5, 2)
         raise KeyboardInterrupt
     assert (weights["a"].item(), weights["b"].item()) == (1, 2)
