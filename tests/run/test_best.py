@@ -221,7 +221,7 @@ def test_a_better_one_that_was_not_kept_is_said(train, capsys):
     done = train([0.5, 0.9, 0.7, 0.6], iterations=4, stop_after=3, keep_best=None, checkpoint_every=1)
     train([0.65], iterations=4)
     told = capsys.readouterr().out
-    assert "the best by scripted:judge was after iteration 1; that checkpoint is not there" in told
+    assert "the best by scripted:judge was after iteration 1; that checkpoint no longer exists" in told
     assert kept_best(done.out)[0] == "step_000004"  # above iteration 3's, the best of what was there
 
 

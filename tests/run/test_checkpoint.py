@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_touched(tmp_path):
         load_checkpoint(path, {"module": nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))})
     with pytest.raises(ValueError, match="not in the checkpoint"):
         load_checkpoint(path, {"ema": run.ema})
-    with pytest.raises(ValueError, match="holds no schedule"):
+    with pytest.raises(ValueError, match="contains no schedule"):
         load_checkpoint(path, {"schedule": run.schedule})
     with pytest.raises(ValueError, match="not a checkpoint"):
         load_checkpoint(tmp_path, {"module": run.module})
@@ -170,7 +170,7 @@ def test_without_a_good_latest_the_newest_whole_checkpoint_counts(tmp_path, capl
         assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_000005"
     assert len(caplog.records) == 1, "said once"
     assert f"{tmp_path / 'latest'}" in caplog.text
-    assert "using the newest whole checkpoint, step_000005" in caplog.text
+    assert "using the newest intact checkpoint, step_000005" in caplog.text
 
 
 @pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
@@ -181,13 +181,13 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path, text):
     with pytest.raises(ValueError) as caught:
         latest_checkpoint(tmp_path)
     message = str(caught.value)
-    assert "there is no whole checkpoint" in message and "state.json is damaged" in message
+    assert "there is no intact checkpoint" in message and "state.json is damaged" in message
     assert "another out=FOLDER" in message and "remove" not in message and "delete" not in message
 
 
 def test_a_latest_without_checkpoints_is_not_a_new_run(tmp_path):
     (tmp_path / "latest").write_text("")
-    with pytest.raises(ValueError, match="there is no whole checkpoint"):
+    with pytest.raises(ValueError, match="there is no intact checkpoint"):
         latest_checkpoint(tmp_path)
 
 
@@ -200,13 +200,13 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, caplog):
     data.write_bytes(content[:-100])
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000002"
     said = (
-        f"{len(content) - 100} of its {len(content)} bytes); using the newest whole checkpoint, step_000002"
+        f"{len(content) - 100} of its {len(content)} bytes); using the newest intact checkpoint, step_000002"
     )
     assert said in caplog.text
     (checkpoints / "step_000002" / "tensors.json").unlink()
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000001"
     (checkpoints / "step_000001" / "state.json").write_text('{"iteration"')
-    with pytest.raises(ValueError, match=r"step_000003 .* bytes\), and there is no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"step_000003 .* bytes\), and there is no intact checkpoint"):
         latest_checkpoint(tmp_path)
 
 

@@ -37,9 +37,7 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
             patch.setattr(
                 "g2rpo.training.trainer.policy_of", lambda *args, **options: pytest.fail("loaded a model")
             )
-            with pytest.raises(
-                ValueError, match=r"another run is at work in .*run: wait for it, stop it, or"
-            ):
+            with pytest.raises(ValueError, match=r"another run is using .*run: wait for it, stop it, or"):
                 g2rpo.train("tiny", **values, iterations=500)
         before = len(metrics.read_text().splitlines())
         wait_for(lambda: len(metrics.read_text().splitlines()) > before)  # it was not disturbed
@@ -56,7 +54,7 @@ def test_a_folder_that_two_begin_at_once(tmp_path):
         assert not out.exists()
         out.mkdir()
         other = FileLock(out / LOCK, timeout=0)
-        with other, pytest.raises(ValueError, match="another run is at work"):
+        with other, pytest.raises(ValueError, match="another run is using"):
             begin_run(out, settings)
         assert not (out / "config.toml").exists()
         begin_run(out, settings)

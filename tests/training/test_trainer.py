@@ -160,10 +160,10 @@ def test_a_run_without_its_latest_goes_on_all_the_same(run, tmp_path, latest, ca
         "--out",
         str(tmp_path / "drawn"),
     )
-    assert done.returncode == 0 and "using the newest whole checkpoint, step_000002" in done.stderr, done
+    assert done.returncode == 0 and "using the newest intact checkpoint, step_000002" in done.stderr, done
     resumed = run(iterations=3)
     assert timeless(resumed.metrics) == timeless(whole.metrics), "not begun again"
-    assert caplog.text.count("using the newest whole checkpoint, step_000002") == 1
+    assert caplog.text.count("using the newest intact checkpoint, step_000002") == 1
     assert (out / "latest").read_text() == "step_000003\n"
 
 
