@@ -61,7 +61,7 @@ def test_the_papers_run():
     assert costs.seconds["rollout"] * 300 * 16 / 3600 == pytest.approx(145.7, abs=0.1)
     # 300 x 16 prompts of 512 x 4096 + 768 bfloat16 numbers
     assert costs.disk["embeddings of 4,800 prompts"] == 4800 * (512 * 4096 + 768) * 2
-    assert costs.disk["a checkpoint"] == 12 * 11_901_408_320
+    assert costs.disk["one checkpoint"] == 12 * 11_901_408_320
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_disk_is_what_a_run_writes(folder, tmp_path):
     written = sum(f.stat().st_size for f in path.glob("*.distcp"))
     # Each tensor (a weight, two moments, a step count) carries up to 2 kB of headers.
     num_tensors = 4 * len(list(policy.module.parameters()))
-    assert 0 <= written - costs.disk["a checkpoint"] <= 2000 * num_tensors
+    assert 0 <= written - costs.disk["one checkpoint"] <= 2000 * num_tensors
     EmbeddingCache(tmp_path / "cache").fill(policy, ["a", "red", "star"])
     shard = next((tmp_path / "cache").rglob("*.safetensors"))
     assert costs.disk["embeddings of 3 prompts"] == pytest.approx(shard.stat().st_size, rel=0.1)
@@ -221,8 +221,8 @@ def test_time_is_told_only_from_a_figure(folder):
     costs = plan_costs(settings, seconds_per_forward=seconds)
     assert costs.run_seconds > 2 * costs.seconds["rollout"] > 0
     table = table_rows(costs)
-    assert ("forwards an iteration", "rollout, all", f"{4 * 1708:,}") in table
-    assert {section for section, _, _ in table} >= {"model", "memory a device", "disk", "time"}
+    assert ("forwards per iteration", "rollout, all", f"{4 * 1708:,}") in table
+    assert {section for section, _, _ in table} >= {"model", "memory per device", "disk", "time"}
 
 
 def test_what_a_user_can_get_wrong(folder, tmp_path):
@@ -291,7 +291,7 @@ def test_the_recipe_for_24_gb_fits_with_its_rewards(tmp_path):
     waiting = {name: {"offload": "cpu"} for name in ("hps", "clip")}
     memory = plan_costs(settings.model_copy(update={"reward_options": waiting})).memory
     assert "rewards" not in memory.always
-    assert memory.phases["rollout"]["rewards that come to score"] == costs.memory.always["rewards"]
+    assert memory.phases["rollout"]["offloaded rewards"] == costs.memory.always["rewards"]
 
 
 def test_steps_drawn_by_spread_are_counted_as_if_drawn_evenly(folder):

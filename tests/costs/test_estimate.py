@@ -69,7 +69,7 @@ def test_the_headline():
     assert costs.seconds["rollout"] * 300 * 16 / 3600 == pytest.approx(146, rel=0.03)
     shown = {item: value for section, item, value in table_rows(costs) if section == "time"}
     assert shown["released code's forwards"] == f"{costs.released_gpu_hours:,.0f} device hours"
-    assert "H100" in shown["figures from"]
+    assert "H100" in shown["source of the times"]
 
 
 def test_the_table_knows_what_makes_a_forward_fast():
@@ -80,7 +80,7 @@ def test_the_table_knows_what_makes_a_forward_fast():
     low = tabulated_speeds(base.model_copy(update={"tails_precision": "float8"}), shape, "H200")
     assert low.forward == plain.forward and low.tail < 0.8 * plain.tail
     eager = tabulated_speeds(base.model_copy(update={"compile_blocks": False}), shape, "H200")
-    assert eager.forward > plain.forward and eager.once == 0
+    assert eager.forward > plain.forward and eager.startup == 0
     lora = tabulated_speeds(Settings(**LORA), shape, "H200")
     assert plain.forward < lora.forward < eager.forward
     guided = tabulated_speeds(base.model_copy(update={"true_cfg": 2.0}), shape, "H200")
@@ -118,7 +118,7 @@ def test_the_table_knows_what_judging_takes():
 
 
 def test_an_unknown_gpu():
-    with pytest.raises(ValueError, match=f"table of measured times holds {', '.join(TABLE)}"):
+    with pytest.raises(ValueError, match=f"table of measured times has {', '.join(TABLE)}"):
         plan_here(Settings(), gpu="A100")
 
 
@@ -188,8 +188,8 @@ def test_a_plan_shows_the_chosen_batch():
     settings = Settings(**{**PAPER, "prompts_per_iteration": 4, "rollout_batch": "auto"})
     costs = plan_costs(settings, num_processes=4, memory_bytes=80 * 10**9)
     assert costs.rollout_batch == chosen(72)[0] and not costs.notes
-    assert ("compute", "samples a rollout forward", str(costs.rollout_batch)) in table_rows(costs)
-    assert "say which, --memory GB" in plan_costs(settings, num_processes=4).notes[0]
+    assert ("compute", "samples per rollout forward", str(costs.rollout_batch)) in table_rows(costs)
+    assert "give it with --memory GB" in plan_costs(settings, num_processes=4).notes[0]
     assert plan_costs(settings, num_processes=4, memory_bytes=10**9).notes[0].startswith("does not fit")
 
 

@@ -185,8 +185,8 @@ def test_the_plan_counts_it():
     watched = {"eval_every": 2, "eval_prompts": "world:demo", "keep_last": 3, "checkpoint_every": 100}
     watched |= {"iterations": 8}
     plain, kept = (g2rpo.plan("tiny", **SMALL | watched | more) for more in ({}, {"keep_best": "tiny_clip"}))
-    assert "checkpoints (1 kept, 1 in writing)" in plain.disk
-    assert kept.disk["checkpoints (4 kept, 1 in writing)"] == 5 * kept.disk["a checkpoint"]
+    assert "checkpoints (1 kept, 1 being written)" in plain.disk
+    assert kept.disk["checkpoints (4 kept, 1 being written)"] == 5 * kept.disk["one checkpoint"]
 
 
 # What may change while a run stops.

@@ -120,7 +120,7 @@ def test_only_text_encoders_are_needed_and_bits_are_the_policys(settings, model,
     shutil.rmtree(part / "transformer")
     shutil.rmtree(part / "vae")
     done, _ = told_by(settings(model=str(part), precision=precision))
-    assert (done.prompts, done.there, done.added, done.interrupted) == (5, 0, 5, False)
+    assert (done.prompts, done.already_embedded, done.added, done.interrupted) == (5, 0, 5, False)
     policy = FluxPolicy.load(model, precision=precision)
     texts, cache = run_prompts(settings()), EmbeddingCache(tmp_path / "cache")
     assert cache.missing(policy, texts) == []
@@ -140,10 +140,12 @@ def test_interrupted_it_goes_on(settings, monkeypatch):
 
     monkeypatch.setattr(FluxText, "encode", encode_until_ctrl_c)
     done, said = told_by(whole)
-    assert done.interrupted and (done.there, done.added) == (0, 4) and "4 embeddings are kept" in said
+    assert (
+        done.interrupted and (done.already_embedded, done.added) == (0, 4) and "4 embeddings are kept" in said
+    )
     again, said = told_by(whole)
-    assert not again.interrupted and (again.there, again.added) == (4, 5)
-    assert encoded[6:] == run_prompts(whole)[4:] and "4 are embedded already, 5 to do" in said
+    assert not again.interrupted and (again.already_embedded, again.added) == (4, 5)
+    assert encoded[6:] == run_prompts(whole)[4:] and "4 already embedded, 5 to do" in said
     assert told_by(whole)[0].added == 0
 
 
@@ -193,7 +195,7 @@ def test_processes_share_the_work_without_waiting_for_each_other(settings, monke
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         done = embed_run(whole)
-        assert done.prompts == 9 and done.there == 0
+        assert done.prompts == 9 and done.already_embedded == 0
         added.append(done.added)
         assert bool(capsys.readouterr().out) == (rank == "0"), "one process speaks"
     assert added == [2, 3, 2, 2]
@@ -205,11 +207,11 @@ def test_what_an_encoder_cuts_is_told(settings, tmp_path):
     whole, clip_only, both = " ".join(WORDS[:6]), " ".join(WORDS[:7]), " ".join(["a"] * 11)
     (tmp_path / "long.txt").write_text(f"{whole}\n{clip_only}\n{both}\n")
     done, said = told_by(settings(prompts=str(tmp_path / "long.txt")))
-    clip, t5 = done.cuts
+    clip, t5 = done.truncations
     assert (clip.encoder, clip.tokens, set(clip.prompts)) == ("CLIP", 8, {clip_only, both})
     assert (t5.encoder, t5.tokens, t5.prompts) == ("T5", 12, (both,))
-    assert "CLIP cuts 2 prompts after 8 tokens, which shortens their pooled embedding only" in said
-    t5_told = f"T5 cuts 1 prompts after 12 tokens, which shortens what the model reads; the first: {both!r}"
+    assert "CLIP truncates 2 prompts to 8 tokens, which shortens only their pooled embedding" in said
+    t5_told = f"T5 truncates 1 prompts to 12 tokens, which shortens what the model reads; the first: {both!r}"
     assert t5_told in said
     shorter = settings(prompts=str(tmp_path / "long.txt"), max_sequence_length=8)
     cuts = truncated_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
@@ -219,16 +221,16 @@ def test_what_an_encoder_cuts_is_told(settings, tmp_path):
 def test_prompts_disk_and_useless_embeddings_are_told(settings):
     _, said = told_by(settings())
     assert "10 prompts read, 9 kept, 1 repeated (line 11 repeats line 1), 1 empty lines" in said
-    assert "5 embeddings of these encoders" in said and "no use" not in said
+    assert "5 embeddings of these encoders" in said and "does not use" not in said
     size = sum(shard.stat().st_size for shard in shards(settings()))
     assert f"{size / 1e6:.2f} MB" in said
     _, said = told_by(settings(max_sequence_length=5))
-    assert f"also holds {size / 1e6:.2f} MB by other encoders" in said and "of no use to this run" in said
+    assert f"also contains {size / 1e6:.2f} MB of other encoders" in said and "this run does not use" in said
 
 
 def test_random_weights_can_be_rehearsed(settings):
     done, _ = told_by(settings(model="random:tiny"))
-    assert done.added == 5 and done.cuts == []
+    assert done.added == 5 and done.truncations == []
 
 
 def test_no_space_is_told_before_hours_of_work(settings, monkeypatch):

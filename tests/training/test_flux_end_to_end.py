@@ -148,9 +148,9 @@ def timeless(out):
 
 
 def test_embed_fills_the_cache_for_every_run(base, cache, embedded):
-    assert "4 different prompts: 0 are embedded already, 4 to do" in embedded
+    assert "4 different prompts: 0 already embedded, 4 to do" in embedded
     again, _ = g2rpo("embed", *recipe(base, cache, cache / "no run", 4))
-    assert "4 different prompts: 4 are embedded already, 0 to do" in again
+    assert "4 different prompts: 4 already embedded, 0 to do" in again
 
 
 def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
