@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from g2rpo.config import checks
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
 from g2rpo.config.settings import Settings
@@ -58,7 +59,7 @@ def load_settings(
     values = apply_overrides(_unalias(parse_recipe(text, name), name), on_top)
     settings = _validated(values, name, on_top)
     if check_files:
-        settings.check_files()
+        checks.check_files(settings)
     return settings
 
 

@@ -4,16 +4,13 @@ An option of the algorithm is None where its preset's default holds; one that th
 error. Mathematics never sees this model: the trainer hands plain arguments on.
 """
 
-import importlib.util
-import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from g2rpo.algorithms.registry import algorithm_defaults, make_algorithm
+from g2rpo.algorithms.registry import algorithm_defaults
+from g2rpo.config import checks
 from g2rpo.config.recipe import to_toml
-from g2rpo.data.prompts import check_source
 from g2rpo.runtime.text import did_you_mean
 
 Count = Annotated[int, Field(ge=1)]
@@ -245,51 +242,17 @@ class Settings(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Settings":
-        num_steps, train_steps = (self.option(name) for name in ("num_steps", "train_steps"))
-        if isinstance(num_steps, int) and train_steps is not None:
-            last = train_steps - 1 if isinstance(train_steps, int) else max(train_steps)
-            if last > num_steps - 2:
-                raise ValueError(
-                    f"train_steps={train_steps} reaches noise step {last}, but with num_steps={num_steps} "
-                    f"the last to explore is {num_steps - 2}: a denoising step must follow the noise"
-                )
-        make_algorithm(self.algorithm, self.algorithm_options())  # the preset's own checks
-        if unused := [
-            name for name in self.reward_options if name not in {*self.rewards, *self.eval_rewards}
-        ]:
-            raise ValueError(
-                f"reward_options for {unused[0]!r}, which is in neither rewards nor eval_rewards"
-            )
-        if self.eval_every and self.eval_prompts is None:
-            raise ValueError(f"eval_every={self.eval_every} needs eval_prompts, such as world:demo or a file")
-        if self.keep_best is not None:
-            judges = list(dict.fromkeys([*self.rewards, *self.eval_rewards]))
-            if self.keep_best not in judges:
-                raise ValueError(
-                    f"keep_best={self.keep_best!r} is not evaluated; take none or one of {judges}"
-                )
-            if not self.eval_every:
-                raise ValueError(f"keep_best={self.keep_best!r} needs evaluations: set eval_every, or none")
-        if self.lora_alpha is not None and not self.lora_rank:
-            raise ValueError(
-                f"lora_alpha={self.lora_alpha} has no effect with lora_rank=0; set lora_rank or drop it"
-            )
-        if self.lora_targets is not None and not self.lora_rank:
-            raise ValueError("lora_targets has no effect with lora_rank=0; set lora_rank or drop it")
-        if self.base_dtype != "compute" and not self.lora_rank:
-            raise ValueError(
-                f"base_dtype={self.base_dtype} stores a frozen base; with lora_rank=0 all weights are "
-                "trained in float32: set lora_rank or drop it"
-            )
-        if self.tails_precision == "float8":
-            from g2rpo.models.loading.low_precision import check_float8  # torch only where it is asked for
-
-            check_float8(self.precision, self.base_dtype)
-        if self.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
-            raise ValueError("optimizer=adamw8bit needs torchao, which is not installed: pip install torchao")
-        if self.stop_after is not None and self.stop_after > self.iterations:
-            raise ValueError(f"stop_after={self.stop_after} lies beyond iterations={self.iterations}")
+    def _settings_fit_together(self) -> "Settings":
+        for check in (
+            checks.check_noise_steps,
+            checks.check_algorithm,
+            checks.check_rewards,
+            checks.check_evaluation,
+            checks.check_adapters,
+            checks.check_precision,
+            checks.check_length,
+        ):
+            check(self)
         return self
 
     def algorithm_options(self) -> dict[str, Any]:
@@ -312,29 +275,6 @@ class Settings(BaseModel):
     def to_toml(self) -> str:
         """The resolved settings as a recipe."""
         return to_toml(self.resolved().model_dump())
-
-    def check_files(self) -> None:
-        """Are prompts and weights there, and are the run folder and the cache writable?
-
-        Raises:
-            ValueError: no such prompt source or file of weights, or a folder that cannot be made or written.
-        """
-        check_source(self.prompts)
-        if self.eval_prompts is not None:
-            check_source(self.eval_prompts)
-        if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).expanduser().is_dir():
-            raise ValueError(f"model={self.model!r} reads as a folder, and there is none")
-        if self.weights is not None:
-            file = Path(self.weights).expanduser()
-            if file.suffix != ".safetensors" or not file.is_file():
-                raise ValueError(f"weights={self.weights!r} is no .safetensors file; give the path of one")
-        for name, text in (("out", self.out), ("cache", self.cache)):
-            folder = Path(text).expanduser().absolute()
-            nearest = next(place for place in (folder, *folder.parents) if place.exists())
-            if not nearest.is_dir():
-                raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
-            if not os.access(nearest, os.W_OK | os.X_OK):
-                raise ValueError(f"{name}={text!r}: no permission to write in {nearest}; name another folder")
 
 
 # Fields that are a preset's keywords.

@@ -23,6 +23,7 @@ import torch
 
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.config.checks import check_files
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
@@ -95,7 +96,7 @@ class Trainer:
 
     def __init__(self, settings: Settings) -> None:
         settings = settings.resolved()
-        settings.check_files()
+        check_files(settings)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if settings.prompts_per_iteration % processes:
             raise ValueError(
@@ -163,48 +164,27 @@ class Trainer:
         self.schedule = Schedule.of(settings, prompts, eval_prompts)
 
     def run(self) -> Run:
-        """The loop."""
+        """Trains until the last iteration, `stop_after`, or a signal.
+
+        Raises:
+            ValueError: too little disk space, or another run at work in the folder; nothing was trained.
+            RunStopped: as `train`.
+        """
         settings = self.settings
-        if self.checkpoint is not None:
-            state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.focus}
-            state |= {"ema": self.ema} if self.ema else {}
-            self.step = load_checkpoint(self.checkpoint, state)["iteration"]
-        else:  # a checkpoint brings its generators with it
-            seed_everything(settings.seed)
+        self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_checkpoint_space(self.out, self.parameters, self.ema, last - self.step)
         notes = ["" if self.checkpoint else restart_note(self.out)]
         begin_run(self.out, settings)
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
-        changes: list[Change] = []
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(describe_run(settings, self.policy, self.parameters, self.step))
             notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
             try:
-                said = agreed(lambda: [reward.describe() for reward in self.rewards.values()])
-                for note in filter(None, (*notes, *said)):
-                    progress.note(note)
-                if self.step == 0 and self.comparison.sets:
-                    progress.note("drawing with the untrained model")
-                    self.comparison.draw_before(self.watcher, self.out)
-                if self._watch(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
-                    self.save(best=True)
-                while self.step < last:
-                    self._iterate(writer, progress)
-                    best = self._watch(writer, progress)
-                    if best or self.step % settings.checkpoint_every == 0 or self.step == last:
-                        began = time.perf_counter()
-                        self.save(best=best)
-                        self.saving = {"seconds_checkpoint": time.perf_counter() - began}
-                        told = f"the best yet by {settings.keep_best}: " if best else ""
-                        progress.note(f"{told}checkpoint in {self.saving['seconds_checkpoint']:.1f} s")
-                    if any_process(interrupt.asked):
-                        raise KeyboardInterrupt
-                if self.step == settings.iterations:
-                    changes = self._after(progress)
+                changes = self._train(writer, progress, last, notes)
             except KeyboardInterrupt:
                 return self._stopped(progress)
             except RewardExited as error:  # on all processes, and never amid an update
@@ -214,11 +194,50 @@ class Trainer:
                 if error.steps_done == 0:  # else the weights are half an update on
                     self.save()
                 raise not_finite(self.out, self.step + 1, error) from error
+        finished = self.step == settings.iterations
         if rank() == 0:
             write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
-            if self.step == settings.iterations:
+            if finished:
                 mark_finished(self.out, self.step)
-        return Run(self.out, self.step, self.step == settings.iterations, False, changes)
+        return Run(self.out, self.step, finished, False, changes)
+
+    def _restore(self) -> None:
+        """Loads the checkpoint from which the run goes on; a new run seeds its generators."""
+        if self.checkpoint is None:
+            seed_everything(self.settings.seed)
+            return
+        state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.focus}
+        state |= {"ema": self.ema} if self.ema else {}
+        self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
+
+    def _train(
+        self, writer: MetricsWriter, progress: RunProgress, last: int, notes: Sequence[str]
+    ) -> list[Change]:
+        """The loop, with the images and evaluations before, between and after its iterations."""
+        descriptions = agreed(lambda: [reward.describe() for reward in self.rewards.values()])
+        for note in filter(None, (*notes, *descriptions)):
+            progress.note(note)
+        if self.step == 0 and self.comparison.sets:
+            progress.note("drawing with the untrained model")
+            self.comparison.draw_before(self.watcher, self.out)
+        if self._watch(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
+            self.save(best=True)
+        while self.step < last:
+            self._iterate(writer, progress)
+            best = self._watch(writer, progress)
+            if best or self.step % self.settings.checkpoint_every == 0 or self.step == last:
+                self._save_timed(best, progress)
+            if any_process(self.interrupt.asked):
+                raise KeyboardInterrupt
+        return self._after(progress) if self.step == self.settings.iterations else []
+
+    def _save_timed(self, best: bool, progress: RunProgress) -> None:
+        began = time.perf_counter()
+        self.save(best=best)
+        seconds = time.perf_counter() - began
+        self.saving = {"seconds_checkpoint": seconds}
+        reason = f"the best yet by {self.settings.keep_best}: " if best else ""
+        progress.note(f"{reason}checkpoint in {seconds:.1f} s")
 
     def _stopped(self, progress: RunProgress) -> Run:
         """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""

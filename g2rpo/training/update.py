@@ -18,7 +18,7 @@ Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ from g2rpo.training.ema import swapped_weights
 
 Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
+Batch = tuple[Tensor, int]
+"""Row numbers of one forward, and how many of them count."""
+
 
 class NotFinite(RuntimeError):
-    """The gradient of an optimizer step is not a number; that step was not taken.
+    """The gradient of an optimizer step is not finite; that step was not taken.
 
     Attributes:
         steps_done: optimizer steps of this update that were taken before. 0: the weights are as they were.
@@ -83,14 +86,14 @@ def update(
     update_batch: int = 16,
     reference: Velocity | None = None,
 ) -> dict[str, float]:
-    """Train the policy on one iteration's rows.
+    """Trains the policy on the rows of one iteration.
 
     Args:
-        cond: one row a prompt.
-        sigmas: the schedule [T + 1].
+        cond: one row per prompt.
+        sigmas: noise levels [T + 1].
         max_grad_norm: gradients are scaled down to this norm.
         update_batch: rows of one forward and backward; changes results by rounding only.
-        reference: velocity of the KL's other side; needed with kl_beta > 0.
+        reference: velocity of the reference policy of the KL; needed with kl_beta > 0.
 
     Returns:
         loss, grad_norm, ratio_max_dev, clip_fraction, approx_kl, rollout_ratio_dev (largest |ratio - 1|
@@ -98,94 +101,152 @@ def update(
         KL, kl. Means over optimizer steps.
 
     Raises:
-        NotFinite: a gradient that is not a number; no step was taken with it, but of several perhaps some
-            before it.
+        NotFinite: a gradient that is not finite. No optimizer step was taken with it, but with several steps
+            some before it may have been taken.
     """
-    schedule = sigmas.to(rows.x.device)
+    steps = [(*_batches(index, update_batch), m) for index, m in _optimizer_steps(algorithm, rows)]
+    loss = _BatchLoss(policy, algorithm, rows, cond, sigmas.to(rows.x.device), reference)
+    if len(steps) > 1:
+        loss.store_old_log_probs(steps)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
-    groups = _optimizer_steps(algorithm, rows)
+    metrics: dict[str, list[Tensor]] = {}
+    for number, (batches, num_rows, members) in enumerate(steps):
+        optimizer.zero_grad(set_to_none=True)
+        step_metrics = loss.backward(number, batches, num_rows, members)
+        step_metrics["grad_norm"] = whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+        if not bool(step_metrics["grad_norm"].isfinite()):
+            optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(step_metrics["grad_norm"].item(), number, len(steps))
+        optimizer.step()
+        for name, value in step_metrics.items():
+            metrics.setdefault(name, []).append(value)
+    optimizer.zero_grad(set_to_none=True)  # the next rollout needs the memory of the gradients
+    largest = {"ratio_max_dev": torch.stack(metrics.pop("ratio_max_dev")).max().item(), **loss.departures()}
+    return _over_processes({n: torch.stack(v).mean().item() for n, v in metrics.items()}, largest)
 
-    def evaluate(part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
+
+class _BatchLoss:
+    """The loss of one batch of rows after the other, and what is measured on the way.
+
+    Attributes:
+        old_log_probs: of each optimizer step, [rows that count, G], before the first step was taken; empty
+            with a single step, where the old log-probability is the new one, detached.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        rows: Rows,
+        cond: Conditioning,
+        sigmas: Tensor,
+        reference: Velocity | None,
+    ) -> None:
+        self.policy, self.algorithm, self.rows, self.cond = policy, algorithm, rows, cond
+        self.sigmas, self.reference = sigmas, reference
+        self.old_log_probs: list[Tensor] = []
+        self._rollout_ratio_dev = torch.zeros((), device=rows.x.device)
+        self._departed = torch.zeros(2, len(sigmas), device=rows.x.device)  # by step: sum, number of rows
+
+    def store_old_log_probs(self, steps: Sequence[tuple[Sequence[Batch], int, slice]]) -> None:
+        """Evaluates the rows of all optimizer steps by the weights of the rollout."""
+        # With gradient, dropped at once: without it other kernels may run, and the first ratio be no 1.
+        for batches, _, members in steps:
+            log_probs = [
+                self._evaluate_first(self.rows[index].of(members), counted)[0].detach()[
+                    : None if counted else 0
+                ]
+                for index, counted in batches
+            ]
+            self.old_log_probs.append(torch.cat(log_probs))
+
+    def backward(
+        self, number: int, batches: Sequence[Batch], num_rows: int, members: slice
+    ) -> dict[str, Tensor]:
+        """Adds the gradients of one optimizer step, batch by batch.
+
+        Args:
+            number: of the optimizer step, from 0.
+            batches: row numbers of each forward, and how many of them count.
+            num_rows: rows of the step on all processes.
+            members: of each group, those that the step trains.
+
+        Returns:
+            The metrics of the step: means over its rows, and the largest |ratio - 1|.
+        """
+        metrics: dict[str, Tensor] = {}
+        done = 0
+        for index, counted in batches:
+            part = self.rows[index].of(members)
+            share = counted * world_size() / num_rows
+            old = self.old_log_probs[number][done : done + counted] if self.old_log_probs else None
+            done += counted
+            loss, batch_metrics = self._loss(part, counted, old)
+            (loss * share).backward()
+            batch_metrics["loss"] = loss
+            deviation = batch_metrics.pop("ratio_max_dev") * (counted > 0)
+            metrics["ratio_max_dev"] = torch.maximum(metrics.get("ratio_max_dev", deviation), deviation)
+            for name, value in batch_metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value.detach() * share
+        return metrics
+
+    def departures(self) -> dict[str, float]:
+        """rollout_ratio_dev, and velocity_dev/<k> of each noise step k that had rows."""
+        departures = {"rollout_ratio_dev": self._rollout_ratio_dev.item()}
+        sums, counts = self._departed.tolist()
+        return departures | {f"velocity_dev/{k}": sums[k] / n for k, n in enumerate(counts) if n}
+
+    def _loss(self, part: Rows, counted: int, old: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of one batch; `old`: its log-probabilities before the first optimizer step."""
+        finite_rows = part.rollout_log_prob.isfinite()
+        mean_reference = None
+        if self.algorithm.kl_beta:  # before the policy's own forward, whose graph needs the weights untouched
+            assert self.reference is not None
+            with torch.no_grad():
+                _, mean_reference, _ = self._evaluate(part, self.reference)
+        if old is None:
+            log_prob, mean, std = self._evaluate_first(part, counted)
+        else:
+            log_prob, mean, std = self._evaluate(part, self.policy.velocity)
+        before = old if old is not None and counted else log_prob.detach()
+        loss, metrics = clipped_surrogate(log_prob, before, part.advantages, self.algorithm.clip_range)
+        if mean_reference is not None:
+            metrics["kl"] = step_kl(mean, mean_reference, std).where(finite_rows.flatten(), 0.0).mean()
+            loss = loss + self.algorithm.kl_beta * metrics["kl"]
+        if counted:  # a forward that makes up for missing rows may be of weights that have moved
+            off = (before - part.rollout_log_prob).exp().sub(1).abs().where(finite_rows, 0.0)
+            self._rollout_ratio_dev = torch.maximum(self._rollout_ratio_dev, off.max())
+        return loss, metrics
+
+    def _evaluate(self, part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability [N, G] of the members' states, with mean [N * G, ...] and std of their step."""
-        members = part.x_next.shape[1]
-        v = velocity(part.x, schedule[part.step], cond[part.prompt])
+        members, rule = part.x_next.shape[1], self.algorithm.diffusion
+        v = velocity(part.x, self.sigmas[part.step], self.cond[part.prompt])
         step = part.step.repeat_interleave(members)
         x, v = (value.repeat_interleave(members, 0) for value in (part.x, v))
-        mean, std = transition(algorithm.diffusion, x, v, schedule, step, algorithm.eta)
-        log_prob = transition_log_prob(algorithm.diffusion, part.x_next.flatten(0, 1), mean, std)
+        mean, std = transition(rule, x, v, self.sigmas, step, self.algorithm.eta)
+        log_prob = transition_log_prob(rule, part.x_next.flatten(0, 1), mean, std)
         return log_prob.unflatten(0, (-1, members)), mean, std
 
-    departed = torch.zeros(2, len(schedule), device=rows.x.device)  # by step: sum over rows, number of rows
-
-    def first(part: Rows, counted: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As `evaluate`, with the rollout's weights: how far it departs from the rollout is noted."""
-        log_prob, mean, std = evaluate(part, policy.velocity)
+    def _evaluate_first(self, part: Rows, counted: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_evaluate`, by the weights of the rollout; adds how far that departs from the rollout."""
+        log_prob, mean, std = self._evaluate(part, self.policy.velocity)
         if part.velocity is not None and counted:
-            sound = part.rollout_log_prob.isfinite().all(1)
-            off = departure(algorithm, part, schedule, mean, std).where(sound, 0.0)
-            departed[0].index_add_(0, part.step, off)
-            departed[1].index_add_(0, part.step, sound.to(departed.dtype))
+            finite = part.rollout_log_prob.isfinite().all(1)
+            off = departure(self.algorithm, part, self.sigmas, mean, std).where(finite, 0.0)
+            self._departed[0].index_add_(0, part.step, off)
+            self._departed[1].index_add_(0, part.step, finite.to(self._departed.dtype))
         return log_prob, mean, std
 
-    plans = [(*_batches(index, update_batch), members) for index, members in groups]
-    old: dict[int, Tensor] = {}
-    if len(groups) > 1:
-        # With gradient, dropped at once: without it other kernels may run, and the first ratio be no 1.
-        for g, (batches, _, members) in enumerate(plans):
-            found = [first(rows[b].of(members), n)[0].detach()[: None if n else 0] for b, n in batches]
-            old[g] = torch.cat(found)
 
-    stats: dict[str, list[Tensor]] = {}
-    drift = torch.zeros((), device=rows.x.device)
-    for g, (batches, total, members) in enumerate(plans):
-        optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, Tensor] = {}
-        done = 0
-        for batch, counted in batches:
-            part = rows[batch].of(members)
-            whole_rows = part.rollout_log_prob.isfinite()
-            share = counted * world_size() / total
-            mean_reference = None
-            if algorithm.kl_beta:  # before the policy's own forward, whose graph needs the weights untouched
-                assert reference is not None
-                with torch.no_grad():
-                    _, mean_reference, _ = evaluate(part, reference)
-            log_prob, mean, std = evaluate(part, policy.velocity) if old else first(part, counted)
-            before = old[g][done : done + counted] if old and counted else log_prob.detach()
-            done += counted
-            loss, told = clipped_surrogate(log_prob, before, part.advantages, algorithm.clip_range)
-            if mean_reference is not None:
-                told["kl"] = step_kl(mean, mean_reference, std).where(whole_rows.flatten(), 0.0).mean()
-                loss = loss + algorithm.kl_beta * told["kl"]
-            (loss * share).backward()
-            told["loss"] = loss
-            deviation = told.pop("ratio_max_dev") * (counted > 0)
-            sums["ratio_max_dev"] = torch.maximum(sums.get("ratio_max_dev", deviation), deviation)
-            for name, value in told.items():
-                sums[name] = sums.get(name, 0.0) + value.detach() * share
-            if counted:  # a forward that makes up for missing rows may be of weights that have moved
-                off = (before - part.rollout_log_prob).exp().sub(1).abs().where(whole_rows, 0.0)
-                drift = torch.maximum(drift, off.max())
-        sums["grad_norm"] = whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
-        if not bool(sums["grad_norm"].isfinite()):
-            optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(sums["grad_norm"].item(), g, len(groups))
-        optimizer.step()
-        for name, value in sums.items():
-            stats.setdefault(name, []).append(value)
-    optimizer.zero_grad(set_to_none=True)  # their memory is the next rollout's
-    largest = {
-        "ratio_max_dev": torch.stack(stats.pop("ratio_max_dev")).max().item(),
-        "rollout_ratio_dev": drift.item(),
+def _over_processes(means: dict[str, float], largest: dict[str, float]) -> dict[str, float]:
+    """Metrics of all processes: averages of the means, and the largest of the others."""
+    gathered_metrics = gathered((means, largest))
+    averages = {name: sum(own[name] for own, _ in gathered_metrics) / len(gathered_metrics) for name in means}
+    names = dict.fromkeys(name for _, maxima in gathered_metrics for name in maxima)
+    return averages | {
+        name: max(maxima[name] for _, maxima in gathered_metrics if name in maxima) for name in names
     }
-    sums_of, rows_of_step = departed.tolist()
-    for k, number in enumerate(rows_of_step):
-        if number:
-            largest[f"velocity_dev/{k}"] = sums_of[k] / number
-    every = gathered(({name: torch.stack(v).mean().item() for name, v in stats.items()}, largest))
-    means = {name: sum(one[name] for one, _ in every) / len(every) for name in every[0][0]}
-    names = dict.fromkeys(name for _, one in every for name in one)
-    return means | {name: max(one[name] for _, one in every if name in one) for name in names}
 
 
 @torch.no_grad()

@@ -1,0 +1,110 @@
+"""Checks of settings that concern several of them, or files: each raises ValueError with what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.data.prompts import check_source
+
+if TYPE_CHECKING:
+    from g2rpo.config.settings import Settings
+
+
+def check_noise_steps(settings: Settings) -> None:
+    """The noise steps must leave a denoising step after them."""
+    num_steps, train_steps = (settings.option(name) for name in ("num_steps", "train_steps"))
+    if not isinstance(num_steps, int) or train_steps is None:
+        return
+    last = train_steps - 1 if isinstance(train_steps, int) else max(train_steps)
+    if last > num_steps - 2:
+        raise ValueError(
+            f"train_steps={train_steps} reaches noise step {last}, but with num_steps={num_steps} "
+            f"the last to explore is {num_steps - 2}: a denoising step must follow the noise"
+        )
+
+
+def check_algorithm(settings: Settings) -> None:
+    """The algorithm must accept its options."""
+    make_algorithm(settings.algorithm, settings.algorithm_options())
+
+
+def check_rewards(settings: Settings) -> None:
+    """Options must belong to a reward of the run."""
+    used = {*settings.rewards, *settings.eval_rewards}
+    if unused := [name for name in settings.reward_options if name not in used]:
+        raise ValueError(f"reward_options for {unused[0]!r}, which is in neither rewards nor eval_rewards")
+
+
+def check_evaluation(settings: Settings) -> None:
+    """Evaluations need prompts, and keep_best needs evaluations by its reward."""
+    if settings.eval_every and settings.eval_prompts is None:
+        raise ValueError(f"eval_every={settings.eval_every} needs eval_prompts, such as world:demo or a file")
+    if settings.keep_best is None:
+        return
+    rewards = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
+    if settings.keep_best not in rewards:
+        raise ValueError(f"keep_best={settings.keep_best!r} is not evaluated; take none or one of {rewards}")
+    if not settings.eval_every:
+        raise ValueError(f"keep_best={settings.keep_best!r} needs evaluations: set eval_every, or none")
+
+
+def check_adapters(settings: Settings) -> None:
+    """Options of adapters need adapters."""
+    if settings.lora_rank:
+        return
+    if settings.lora_alpha is not None:
+        raise ValueError(
+            f"lora_alpha={settings.lora_alpha} has no effect with lora_rank=0; set lora_rank or drop it"
+        )
+    if settings.lora_targets is not None:
+        raise ValueError("lora_targets has no effect with lora_rank=0; set lora_rank or drop it")
+    if settings.base_dtype != "compute":
+        raise ValueError(
+            f"base_dtype={settings.base_dtype} stores a frozen base; with lora_rank=0 all weights are "
+            "trained in float32: set lora_rank or drop it"
+        )
+
+
+def check_precision(settings: Settings) -> None:
+    """Eight bits need what computes in them."""
+    if settings.tails_precision == "float8":
+        from g2rpo.models.loading.low_precision import check_float8  # needs torch: only where it is used
+
+        check_float8(settings.precision, settings.base_dtype)
+    if settings.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        raise ValueError("optimizer=adamw8bit needs torchao, which is not installed: pip install torchao")
+
+
+def check_length(settings: Settings) -> None:
+    """A run cannot stop after its end."""
+    if settings.stop_after is not None and settings.stop_after > settings.iterations:
+        raise ValueError(f"stop_after={settings.stop_after} lies beyond iterations={settings.iterations}")
+
+
+def check_files(settings: Settings) -> None:
+    """Prompts and weights must exist, and the run folder and the cache must be writable.
+
+    Raises:
+        ValueError: no such prompt source or weight file, or a folder that cannot be made or written.
+    """
+    check_source(settings.prompts)
+    if settings.eval_prompts is not None:
+        check_source(settings.eval_prompts)
+    model = settings.model
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ValueError(f"model={model!r} reads as a folder, and there is none")
+    if settings.weights is not None:
+        file = Path(settings.weights).expanduser()
+        if file.suffix != ".safetensors" or not file.is_file():
+            raise ValueError(f"weights={settings.weights!r} is no .safetensors file; give the path of one")
+    for name, text in (("out", settings.out), ("cache", settings.cache)):
+        folder = Path(text).expanduser().absolute()
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        if not nearest.is_dir():
+            raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ValueError(f"{name}={text!r}: no permission to write in {nearest}; name another folder")
