@@ -31,7 +31,7 @@ def exclusive(out: Path) -> Iterator[None]:
     """
     lock = _lock(out)
     is_first = os.environ.get("RANK", "0") == "0"
-    lockable = out.is_dir() and os.access(out, os.W_OK)  # otherwise Settings.check_files reports the problem
+    lockable = out.is_dir() and os.access(out, os.W_OK)  # otherwise check_files reports the problem
     if is_first and lockable and not _acquired(lock):
         raise ValueError(_in_use(out))
     try:

@@ -269,7 +269,7 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ("model=./nowhere", ["model='./nowhere' reads as a folder, and there is none"]),
+        ("model=./nowhere", ["model='./nowhere' looks like a folder, and there is none"]),
         ("model=nowhere", ["no model folder 'nowhere'", "owner/model"]),
         ("model=no/such", ["'no/such' is neither a folder here nor a hub model", "`hf auth login`"]),
         ("resolution=18", ["resolution=18 is no multiple of 4 pixels; 16 would be"]),

@@ -211,7 +211,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
         config.unlink()
         with pytest.raises(ValueError, match="resume='never'"):
             run(iterations=3, resume="never", **compared)
-        with pytest.raises(ValueError, match="holds no config"):
+        with pytest.raises(ValueError, match="contains no config"):
             run(iterations=3, **compared)
         config.write_bytes(kept)
     done = run(iterations=4, eval_rewards=[], **compared)  # more iterations and fewer judges are fine
