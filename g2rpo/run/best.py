@@ -56,7 +56,7 @@ def mark_best(out: str | Path, iteration: int, reward: str) -> None:
         write_pointer(Path(out) / BEST, step_name(iteration), reward)
 
 
-def settle_best(out: str | Path, reward: str | None, iteration: int) -> str:
+def refresh_best(out: str | Path, reward: str | None, iteration: int) -> str:
     """Updates RUN/best before a run starts or is resumed after `iteration`.
 
     The selecting reward, its options or the stored checkpoints may have changed since RUN/best was written.

@@ -42,7 +42,7 @@ from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import CheckedReward, load_rewards
 from g2rpo.rollouts.explore import sample
 from g2rpo.rollouts.score import Rollout, score
-from g2rpo.run.best import is_best, mark_best, settle_best
+from g2rpo.run.best import is_best, mark_best, refresh_best
 from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
 from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
 from g2rpo.run.lock import begin_run, exclusive
@@ -182,7 +182,7 @@ class Trainer:
         with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(describe_run(settings, self.policy, self.parameters, self.step))
-            notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
+            notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
             try:
                 changes = self._train(writer, progress, last, notes)
             except KeyboardInterrupt:

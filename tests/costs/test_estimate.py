@@ -103,16 +103,18 @@ def test_what_the_table_does_not_know(changes):
     assert plan_here(settings, gpu="H200").run_seconds is None
 
 
-def test_the_table_knows_what_judging_takes():
+def test_the_table_has_the_time_of_rewards():
     shape = flux_shape("random:flux-dev", resolution=720)
     assert tabulated_speeds(Settings(**PAPER), shape, "H200").reward == 0
     measured = json.loads((RESULTS / "rewards_1xH200.json").read_text())["calls"][-1]["rewards"]
     assert set(measured) == {"hps", "imagereward"}
-    for name, told in measured.items():
+    for name, record in measured.items():
         for batch in (4, 32):
             settings = Settings(**{**PAPER, "rewards": {name: 1.0}, "decode_batch": batch})
             seconds = tabulated_speeds(settings, shape, "H200").reward
-            assert 1 / seconds == pytest.approx(told["images_per_second"][f"float16, batch {batch}"], rel=0.1)
+            assert 1 / seconds == pytest.approx(
+                record["images_per_second"][f"float16, batch {batch}"], rel=0.1
+            )
     both = tabulated_speeds(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
     assert 289 * both.reward < 0.03 * 1708 * both.forward  # the paper's recipe
 
@@ -244,7 +246,7 @@ def test_measuring_is_what_plan_measures(monkeypatch):
     assert seen == {"gradient_checkpointing": True, "compiled": False, "tails_precision": "compute"}
 
 
-def test_a_model_that_the_table_does_not_know_is_told():
+def test_a_model_that_is_not_in_the_table_is_noted():
     small = Settings(model="tiny", precision="tf32", device="cpu")
     assert any("no times: the table has none" in note for note in plan_here(small, gpu="H200").notes)
     assert not any("no times" in note for note in plan_here(small).notes)  # nobody asked for any

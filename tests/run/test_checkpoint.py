@@ -33,8 +33,8 @@ def test_a_seed_sets_every_generator(seed):
 
 
 def test_resume_is_bit_exact(tmp_path):
-    whole = Run()
-    losses = whole.train(8)
+    uninterrupted = Run()
+    losses = uninterrupted.train(8)
 
     first = Run()
     assert first.train(3) == losses[:3]
@@ -45,19 +45,19 @@ def test_resume_is_bit_exact(tmp_path):
     state = load_checkpoint(path, second.state())
     assert state["iteration"] == 3 and state["prompt_position"] == 12 and state["settings"]["name"] == "é"
     assert second.train(5) == losses[3:]
-    assert same(second.module.state_dict(), whole.module.state_dict())
-    assert same(second.ema, whole.ema)
-    assert second.schedule.state_dict() == whole.schedule.state_dict()
+    assert same(second.module.state_dict(), uninterrupted.module.state_dict())
+    assert same(second.ema, uninterrupted.ema)
+    assert second.schedule.state_dict() == uninterrupted.schedule.state_dict()
 
 
 def test_saving_changes_nothing_in_the_run(tmp_path):
     losses = Run().train(4)
     saving = Run()
-    found: list[float] = []
+    after: list[float] = []
     for iteration in range(4):
         save_checkpoint(tmp_path, iteration, saving.state())  # the first before any optimizer state exists
-        found += saving.train(1)
-    assert found == losses
+        after += saving.train(1)
+    assert after == losses
 
 
 def test_no_warnings_without_a_process_group(tmp_path):
@@ -160,7 +160,7 @@ def write_latest(out: Path, text: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
-def test_without_a_good_latest_the_newest_whole_checkpoint_counts(tmp_path, caplog, text):
+def test_without_a_good_latest_the_newest_intact_checkpoint_counts(tmp_path, caplog, text):
     assert latest_checkpoint(tmp_path) is None
     for step in (3, 5, 7):
         save_checkpoint(tmp_path, step, {"module": nn.Linear(1, 1)}, keep_last=3)
@@ -174,7 +174,7 @@ def test_without_a_good_latest_the_newest_whole_checkpoint_counts(tmp_path, capl
 
 
 @pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
-def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path, text):
+def test_a_run_without_an_intact_checkpoint_is_not_begun_again(tmp_path, text):
     save_checkpoint(tmp_path, 5, {"module": nn.Linear(1, 1)})
     (tmp_path / "checkpoints" / "step_000005" / "state.json").write_text("{")
     write_latest(tmp_path, text)
@@ -199,10 +199,10 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, caplog):
     content = data.read_bytes()
     data.write_bytes(content[:-100])
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000002"
-    said = (
+    expected = (
         f"{len(content) - 100} of its {len(content)} bytes); using the newest intact checkpoint, step_000002"
     )
-    assert said in caplog.text
+    assert expected in caplog.text
     (checkpoints / "step_000002" / "tensors.json").unlink()
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000001"
     (checkpoints / "step_000001" / "state.json").write_text('{"iteration"')
@@ -305,7 +305,7 @@ def test_a_killed_write_leaves_the_last_checkpoint_good(tmp_path):
     module = nn.Linear(2, 2)
     load_checkpoint(path, {"module": module})
     save_checkpoint(tmp_path, 2, {"module": module})
-    assert sorted(found.name for found in path.parent.iterdir()) == ["step_000001", "step_000002"]
+    assert sorted(folder.name for folder in path.parent.iterdir()) == ["step_000001", "step_000002"]
 
 
 TWO_RANKS = """

@@ -1,4 +1,4 @@
-"""A run folder is one run's at a time."""
+"""A run folder is used by one run at a time."""
 
 import json
 import signal
@@ -72,7 +72,7 @@ def test_other_processes_of_a_run_do_not_ask(tmp_path, monkeypatch):
             pass
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
     def acquire(self, *args, **options):
         raise NotImplementedError("FileSystem does not appear to support flock")
 
