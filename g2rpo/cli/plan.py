@@ -54,7 +54,7 @@ def plan(
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
     sys.path.append(os.getcwd())  # as for `train`: --measure loads the rewards
-    from g2rpo.costs.costs import rows
+    from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
 
     costs = plan_here(
@@ -65,6 +65,6 @@ def plan(
         gpu=gpu,
         memory_gb=memory,
     )
-    show(("", "item", "value"), [row for row in rows(costs) if row[0] != "note"])
+    show(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
     for note in costs.notes:
         print(f"note: {note}")

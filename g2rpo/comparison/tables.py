@@ -23,7 +23,7 @@ from g2rpo.comparison.curves import (
     smoothed,
     stat,
 )
-from g2rpo.config.identity import EVALUATION
+from g2rpo.config.identity import EVALUATION_KEYS
 from g2rpo.config.recipe import toml_value
 from g2rpo.runtime.progress import format_seconds
 
@@ -215,7 +215,7 @@ def warning(compared: Compared) -> str:
             f"{count} of {len(states)} runs are not finished (see Runs); numbers are those of what is there."
         )
     judged = [one for one in compared.settings.values() if one.get("eval_every") and one.get("eval_prompts")]
-    differ = [key for key in EVALUATION if len({str(one[key]) for one in judged}) > 1]
+    differ = [key for key in EVALUATION_KEYS if len({str(one[key]) for one in judged}) > 1]
     if differ:
         told.append(
             f"Arms were evaluated in different ways ({', '.join(differ)}; see Settings that differ): their "

@@ -96,14 +96,18 @@ def check_files(settings: Settings) -> None:
         check_source(settings.eval_prompts)
     model = settings.model
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
-        raise ValueError(f"model={model!r} reads as a folder, and there is none")
+        raise ValueError(
+            f"model={model!r} looks like a folder, and there is none; give an existing one or a hub name"
+        )
     if settings.weights is not None:
         file = Path(settings.weights).expanduser()
         if file.suffix != ".safetensors" or not file.is_file():
-            raise ValueError(f"weights={settings.weights!r} is no .safetensors file; give the path of one")
+            raise ValueError(
+                f"weights={settings.weights!r} is not an existing .safetensors file; give the path of one"
+            )
     for name, text in (("out", settings.out), ("cache", settings.cache)):
         folder = Path(text).expanduser().absolute()
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
         if not nearest.is_dir():
             raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""What makes two settings the same run, or the same evaluation."""
+"""Which settings two runs, or two evaluations, must share to be comparable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from g2rpo.config.settings import Settings
 
-# Options of a reward by which it is reached, not what it says.
 REWARD_MAY_CHANGE = (
     "servers",
     "urls",
@@ -21,13 +20,11 @@ REWARD_MAY_CHANGE = (
     "batch",
     "offload",
 )
+"""Reward options that determine how a reward is reached or run, not its scores."""
 
+EVALUATION_KEYS = ("eval_prompts", "num_eval_prompts", "eval_num_steps")
+"""Settings on which an evaluation's numbers depend, besides the run and its rewards."""
 
-# What an evaluation's numbers depend on besides the run and its rewards.
-EVALUATION = ("eval_prompts", "num_eval_prompts", "eval_num_steps")
-
-
-# These may differ when a run goes on: they change how long, where and how it is watched, not what it is.
 MAY_CHANGE = (
     "iterations",
     "stop_after",
@@ -52,43 +49,49 @@ MAY_CHANGE = (
     "compile_blocks",
     "shard_size",
 )
+"""Settings that may differ when a run is resumed: its length, its location and how it is evaluated."""
 
 
 def identity(settings: Settings) -> dict[str, Any]:
-    """What two runs must share to be parts of one run."""
+    """Settings that must be equal for a run to be resumed, by name; without those in MAY_CHANGE."""
     values = settings.resolved().model_dump()
     kept = {key: value for key, value in values.items() if key not in MAY_CHANGE}
-    kept["reward_options"] = judge_options(settings, settings.rewards)
+    kept["reward_options"] = reward_identities(settings, settings.rewards)
     return kept
 
 
 def evaluation_identity(settings: Settings) -> dict[str, Any]:
-    """What two runs must share for their evaluations to be of one kind; {} without evaluations."""
+    """Settings that must be equal for two runs' evaluations to be comparable; {} without evaluations."""
     if not settings.eval_every or not settings.eval_prompts:
         return {}
-    kept: dict[str, Any] = {key: getattr(settings, key) for key in EVALUATION}
-    return kept | {"reward_options": judge_options(settings, settings.eval_rewards)}
+    kept: dict[str, Any] = {key: getattr(settings, key) for key in EVALUATION_KEYS}
+    return kept | {"reward_options": reward_identities(settings, settings.eval_rewards)}
 
 
-def judge_options(settings: Settings, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Of these rewards the options that decide what they say."""
-    return {name: deciding(options) for name, options in settings.reward_options.items() if name in names}
+def reward_identities(settings: Settings, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Options that determine the scores of the named rewards: reward name -> options."""
+    options = settings.reward_options
+    return {name: reward_identity(options[name]) for name in options if name in names}
 
 
-def deciding(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a reward's options those that decide what it says."""
+def reward_identity(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one reward that determine its scores; without those in REWARD_MAY_CHANGE."""
     return {key: value for key, value in options.items() if key not in REWARD_MAY_CHANGE}
 
 
 def check_same_run(saved: Settings, given: Settings) -> None:
-    """Raises ValueError, naming every difference, unless `given` may go on where `saved` stopped."""
+    """Checks that a run with the settings `saved` may be resumed with `given`.
+
+    Raises:
+        ValueError: settings differ that may not; the message lists every difference.
+    """
     before, now = identity(saved), identity(given)
     differences = [
         f"  {key}: {before[key]!r} there, {now[key]!r} given" for key in now if before[key] != now[key]
     ]
     if differences:
         raise ValueError(
-            f"{given.out} holds a run with other settings, which cannot go on with these:\n"
+            f"{given.out} holds a run with other settings and cannot be resumed with these:\n"
             + "\n".join(differences)
             + "\nGive the same settings, or another out=FOLDER."
         )

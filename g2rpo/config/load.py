@@ -1,9 +1,9 @@
-"""A recipe and overrides -> checked Settings, and back.
+"""Loads validated Settings from a recipe and overrides, or from a run folder.
 
     recipe (TOML)  <  key=value overrides  ->  load_settings  ->  Settings
     settings.to_toml()  ->  RUN/config.toml  ->  read_settings(RUN) == settings.resolved()
 
-An unknown key, a value out of range or an option without effect is a ValueError that says what to write.
+An unknown key, a value out of range or an option without effect raises ValueError, which says what to write.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,7 @@ __all__ = ["Settings", "load_settings", "read_settings", "check_same_run"]
 
 ALIASES = {"steps": "iterations"}
 
-# What other trainers call it: too far from our names for a spelling match.
-CALLED_ELSEWHERE = {
+NAMES_ELSEWHERE = {
     "learning_rate": "lr",
     "output_dir": "out",
     "num_generations": "group_size",
@@ -31,10 +30,11 @@ CALLED_ELSEWHERE = {
     "max_train_steps": "iterations",
     "batch_size": "prompts_per_iteration",
 }
+"""Names in other trainers -> names here, where they differ too much for the spelling suggestion."""
 
 HINTS = {
     "group_size": "; a group needs at least 2 images to compare (the paper's 12 is a good start)",
-    "granularities": "; 1 walks every step, 2 every second one (the paper uses [1, 2, 3])",
+    "granularities": "; 1 takes every step, 2 every second one (the paper uses [1, 2, 3])",
 }
 
 
@@ -44,30 +44,38 @@ def load_settings(
     *,
     check_files: bool = True,
 ) -> Settings:
-    """Settings of a recipe with overrides on top.
+    """Loads the settings of a recipe and applies overrides.
 
     Args:
-        recipe: path or shipped name; None = the embedded model's.
+        recipe: path, or name of a shipped recipe; None = the recipe of the embedded model.
         overrides: `key=value` strings, or a mapping.
         check_files: also check that prompt files exist and the run folder can be written.
 
+    Returns:
+        Validated settings.
+
     Raises:
-        ValueError: unreadable recipe, unknown key (with the nearest known one), value out of range, ...
+        ValueError: an unreadable recipe, an unknown key (the message suggests the nearest one), or a value
+            that is out of range or does not fit the others.
     """
     text, name = recipe_text(recipe)
-    on_top = _unalias(parse_overrides(overrides), "the overrides")
-    values = apply_overrides(_unalias(parse_recipe(text, name), name), on_top)
-    settings = _validated(values, name, on_top)
+    given = _unalias(parse_overrides(overrides), "the overrides")
+    values = apply_overrides(_unalias(parse_recipe(text, name), name), given)
+    settings = _validated(values, name, given)
     if check_files:
         checks.check_files(settings)
     return settings
 
 
 def read_settings(run: str | Path) -> Settings:
-    """Settings of a run folder, from its config.toml."""
+    """Loads the settings of a run folder from its config.toml.
+
+    Raises:
+        ValueError: the folder has no config.toml, or the file is invalid.
+    """
     path = Path(run).expanduser() / "config.toml"
     if not path.is_file():
-        raise ValueError(f"{run} is not a run folder: it holds no config.toml")
+        raise ValueError(f"{run} is not a run folder: it contains no config.toml")
     return load_settings(path, check_files=False)
 
 
@@ -84,13 +92,13 @@ def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, A
         # None in an override means "the default", which for some fields is not None.
         return Settings.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
-        lines: dict[str, str] = {}  # by key: a value that could have been a number or a list fails twice
+        lines: dict[str, str] = {}  # by key, because a value of a union type fails once per type
         for problem in error.errors():
             key = str(problem["loc"][0]) if problem["loc"] else ""
             message = problem["msg"].removeprefix("Value error, ")
             source = "override" if key in given else recipe
             if problem["type"] == "extra_forbidden":
-                lines[key] = f"{source}: no setting is called {key!r}{_nearest(key)}"
+                lines[key] = f"{source}: there is no setting {key!r}{_suggestion(key)}"
             elif key in lines:
                 lines[key] = f"{lines[key]}, or: {message}"
             elif key:
@@ -100,7 +108,7 @@ def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, A
         raise ValueError("\n".join(lines.values())) from error
 
 
-def _nearest(key: str) -> str:
-    if key in CALLED_ELSEWHERE:
-        return f"; here it is {CALLED_ELSEWHERE[key]!r}"
+def _suggestion(key: str) -> str:
+    if key in NAMES_ELSEWHERE:
+        return f"; here it is {NAMES_ELSEWHERE[key]!r}"
     return did_you_mean(key, [*Settings.model_fields, *ALIASES])

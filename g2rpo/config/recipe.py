@@ -1,7 +1,7 @@
-"""Recipes: TOML files of settings, `key=value` overrides, and the way back to TOML.
+"""Recipes: reading TOML files of settings and `key=value` overrides, and writing TOML.
 
-A recipe is flat, one `key = value` a line; a setting that is itself a mapping (`rewards`) may stand as a
-table. Nothing here knows which settings exist: g2rpo.config.load gives them their meaning and checks them.
+A recipe is flat, with one `key = value` per line; a setting that is a mapping (`rewards`) may be written as a
+table. This module does not know which settings exist: g2rpo.config.load validates them.
 """
 
 import json
@@ -17,19 +17,22 @@ DEFAULT_RECIPE = "tiny"
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes that are part of the package, sorted."""
+    """Names of the recipes in the package, sorted."""
     folder = resources.files("g2rpo") / "recipes"
     return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def recipe_text(recipe: str | Path | None) -> tuple[str, str]:
-    """Text of a recipe and the name that messages call it by.
+    """Reads a recipe.
 
     Args:
-        recipe: a path, the name of a shipped recipe, or None for the default one.
+        recipe: a path, the name of a shipped recipe, or None for the default recipe.
+
+    Returns:
+        The text of the recipe, and its name for messages.
 
     Raises:
-        ValueError: neither such a file nor such a shipped recipe.
+        ValueError: there is no such file or shipped recipe, or the file is not UTF-8.
     """
     recipe = DEFAULT_RECIPE if recipe is None else recipe
     path = Path(recipe).expanduser()
@@ -42,32 +45,40 @@ def recipe_text(recipe: str | Path | None) -> tuple[str, str]:
         return (resources.files("g2rpo") / "recipes" / f"{recipe}.toml").read_text("utf-8"), f"{recipe}.toml"
     hint = did_you_mean(path.stem, shipped_recipes())
     shipped = ", ".join(shipped_recipes())
-    raise ValueError(f"no recipe {str(recipe)!r}: neither a file nor one of those shipped ({shipped}){hint}")
+    raise ValueError(
+        f"no recipe {str(recipe)!r}: it is neither a file nor a shipped recipe ({shipped}){hint}"
+    )
 
 
 def parse_recipe(text: str, name: str) -> dict[str, Any]:
-    """Key-value pairs of a recipe.
+    """Parses the text of a recipe.
+
+    Args:
+        name: file name for messages.
 
     Raises:
-        ValueError: not TOML; the message starts with file and line.
+        ValueError: the text is not TOML; the message starts with file name and line number.
     """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # Python 3.14 has error.lineno; before it the line stands only in the message.
-        message, _, place = str(error).partition(" (at ")
+        # Python 3.14 has error.lineno; earlier versions give the line only in the message.
+        message, _, position = str(error).partition(" (at ")
         line = (
-            place.removeprefix("line ").split(",")[0]
-            if place.startswith("line ")
+            position.removeprefix("line ").split(",")[0]
+            if position.startswith("line ")
             else str(text.count("\n") + 1)
         )
         raise ValueError(f"{name}:{line}: {message}: this line is not TOML") from error
 
 
 def parse_value(text: str) -> Any:
-    """What the right side of `key=value` says: a TOML value, `none`, or else the text itself.
+    """The value of the right side of `key=value`: a TOML value, None for `none`, or else the text itself.
 
-    `[1,2]`, `{hps=1.0}`, `"a b"`, `1e-5`, `true` are TOML; `runs/one` or `cuda` need no quotes.
+    `[1,2]`, `{hps=1.0}`, `"a b"`, `1e-5`, `true` are TOML; `runs/first` or `cuda` need no quotes.
+
+    Raises:
+        ValueError: the text starts like a TOML list, table or string but is not valid TOML.
     """
     if text == "none":
         return None
@@ -83,9 +94,9 @@ def parse_value(text: str) -> Any:
 
 
 def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """`["lr=1e-5", "rewards.hps=0.5"]`, or a mapping of the same keys, as one mapping.
+    """Parses overrides such as `["lr=1e-5", "rewards.hps=0.5"]` into a mapping; a mapping is copied.
 
-    A later override of the same key wins. A dotted key stays dotted: apply_overrides resolves it.
+    The last override of a key applies. Dotted keys stay dotted; apply_overrides resolves them.
 
     Raises:
         ValueError: an override without `=`, or with a value that is neither TOML nor plain text.
@@ -107,12 +118,13 @@ def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, A
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's values with overrides on top; `rewards.hps=0.5` sets one entry, `rewards={...}` all.
+    """The values of a recipe, updated by overrides.
 
-    Only the first dot separates, since names of rewards may hold dots themselves (`package.module:function`).
+    `rewards={...}` replaces the mapping, `rewards.hps=0.5` sets an entry, and `rewards.hps=none` removes it.
+    Only the first dot separates, because names of rewards may contain dots (`package.module:function`).
 
     Raises:
-        ValueError: a dotted key into something that is not a mapping, or one to take out that is not there.
+        ValueError: a dotted key of a setting that is not a mapping, or removal of a missing entry.
     """
     merged = dict(values)
     for key, value in overrides.items():
@@ -122,10 +134,10 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             continue
         inside = merged.get(table) or {}
         if not isinstance(inside, Mapping):
-            raise ValueError(f"override {key!r}: {table} is {inside!r}, which has no entries to set")
-        if value is None and entry not in inside:  # `rewards.hps=none` takes one out
+            raise ValueError(f"override {key!r}: {table} is {inside!r}, which has no entries")
+        if value is None and entry not in inside:  # `rewards.hps=none` removes an entry
             hint = did_you_mean(entry, inside)
-            raise ValueError(f"override {key}=none: {table} has no {entry!r} to take out{hint}")
+            raise ValueError(f"override {key}=none: {table} has no {entry!r} to remove{hint}")
         merged[table] = {**inside, entry: value}
         if value is None:
             del merged[table][entry]
@@ -133,13 +145,17 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def toml_value(value: Any) -> str:
-    """One value in TOML's notation; a mapping becomes an inline table."""
+    """A value in TOML notation; a mapping becomes an inline table.
+
+    Raises:
+        ValueError: a value of a type that TOML does not have.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which JSON leaves bare.
+        # JSON and TOML have the same escapes, except for DEL, which JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items()) + "}"
@@ -149,5 +165,5 @@ def toml_value(value: Any) -> str:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Flat TOML text that parse_recipe reads back to the same values; None is left out."""
+    """Flat TOML text from which parse_recipe reads the same values; values of None are omitted."""
     return "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items() if value is not None)

@@ -1,7 +1,7 @@
-"""Settings: everything that decides a run, in one flat frozen model.
+"""Settings: everything that determines a run, in one flat frozen model.
 
-An option of the algorithm is None where its preset's default holds; one that the preset does not take is an
-error. Mathematics never sees this model: the trainer hands plain arguments on.
+An option of the algorithm is None if the preset's default applies; an option that the preset does not have is
+an error. Mathematical functions never receive this model: the trainer passes plain arguments to them.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Settings(BaseModel):
-    """All settings of a run. Options of the algorithm are None where the preset's default holds."""
+    """All settings of a run. Options of the algorithm are None if the preset's default applies."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -33,199 +33,227 @@ class Settings(BaseModel):
 
     # The policy.
     model: Text = "tiny"
-    """Base model: `tiny` (embedded), `tiny@NAME` (a shipped tuning), a diffusers folder or a hub name, or
-    `random:flux-dev` (FLUX.1-dev's size, random weights, no download: a rehearsal)."""
+    """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
+    or `random:flux-dev` (FLUX.1-dev's size with random weights and without a download, for trials)."""
     weights: Text | None = None
-    """A .safetensors file of transformer weights, in diffusers' names or the original's, that take the place
-    of the base's before training; None = the base's own."""
+    """A .safetensors file of transformer weights, with diffusers' or the original names, that replace the
+    base's before training. None = the base's own weights."""
     lora_rank: CountOrOff = 0
-    """Rank of the trained adapters; 0 trains every weight (for FLUX.1 about 7 times the memory)."""
+    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory for FLUX.1."""
     lora_alpha: Positive | None = None
-    """Adapters are scaled by lora_alpha / lora_rank; None = twice the rank."""
+    """Adapters are scaled by lora_alpha / lora_rank. None = twice the rank."""
     lora_targets: list[str] | None = None
-    """Ends of the names of layers that get adapters ("attn.to_q"); None = attention and MLP linears."""
+    """Suffixes of the names of layers that get adapters ("attn.to_q"). None = all linear layers of attention
+    and MLPs."""
     base_dtype: Literal["compute", "float8"] = "compute"
-    """How the frozen base of adapters is stored: as it computes, or in 8 bits (half of bfloat16)."""
+    """Storage of the frozen base under adapters: in the compute dtype, or in 8 bits, which takes half the
+    memory of bfloat16."""
     gradient_checkpointing: bool = False
-    """Recompute the blocks in the backward pass: far less memory for a forward more of the update."""
+    """Recompute the blocks in the backward pass: saves most activation memory and costs one more forward per
+    update."""
     compile_blocks: bool = False
-    """Compile the rollout's forwards, block by block, and on a GPU the VAE's decoder: about a minute at the
-    start, then two thirds of the time on an H100 or H200."""
+    """Compile the rollout's forwards block by block, and on a GPU the VAE's decoder. Compilation takes about
+    a minute at the start; forwards then take about two thirds of the time on an H100 or H200."""
     shard_size: Count | None = None
-    """Processes that share one copy of the trained weights, such as those of one node; None = all of them."""
+    """Number of processes that share one copy of the trained weights, for example those of one node.
+    None = all of them."""
     guidance: NotNegative = 3.5
-    """Guidance fed to a guidance-distilled model, in training and in samples."""
+    """Guidance value given to a guidance-distilled model, in training and in evaluation images."""
     true_cfg: Positive = 1.0
-    """Classifier-free guidance against the empty prompt; 1 = none, else every evaluation is two forwards."""
+    """Scale of classifier-free guidance against the empty prompt. 1 = none; otherwise every velocity costs
+    two forwards."""
     resolution: Count | None = None
-    """Side of the square images in pixels; None = the model's own. Cost grows at least with its square."""
+    """Side of the square images in pixels. None = the model's own. The cost grows at least with its
+    square."""
     max_sequence_length: Count | None = None
-    """Text tokens of the long prompt encoder; None = the model's own limit."""
+    """Maximum number of text tokens of the long prompt encoder. None = the model's own limit."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    """Of the policy's forwards; tf32: float32 whose products are rounded on the GPU. States, log-probs and
-    trained weights are float32 in these three. float64 is for checks."""
+    """Precision of the policy's forwards. tf32 is float32 with products rounded on the GPU. With these three,
+    states, log-probabilities and trained weights are float32. float64 is for checks."""
     tails_precision: Literal["compute", "float8"] = "compute"
-    """`float8` multiplies in 8 bits where only a reward sees the result (torchao; needs bfloat16 and a GPU of
-    compute capability 8.9): 1.4 times as fast on an H200; docs/performance.md says what it changes."""
+    """`float8` multiplies in 8 bits in forwards whose result only a reward uses. It needs torchao, bfloat16
+    and a GPU of compute capability 8.9; an H200 is 1.4 times as fast. docs/performance.md states the
+    effect."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto = cuda where there is one."""
+    """Device of the run. auto = cuda if available."""
     sigma_rounding: Literal["exact", "released"] = "exact"
-    """`released` feeds the policy int(1000 sigma) / 1000 as the released code does."""
+    """`released` gives the policy int(1000 sigma) / 1000, as the released code does."""
 
-    # The algorithm; None = the preset's default. An option that the preset does not take is an error.
+    # The algorithm; None = the preset's default. An option that the preset does not have is an error.
     algorithm: Text = "g2rpo"
     """Preset: g2rpo, g2rpo_single, flow_grpo, dance_grpo or mix_grpo."""
     num_steps: Count | None = None
-    """T: denoising steps of a training image; every cost but the decoding grows with it."""
+    """T: denoising steps of a training image. All costs except decoding grow with it."""
     shift: Positive | None = None
-    """Schedule shift s in sigma = s t / (1 + (s - 1) t); 1 = even steps."""
+    """Shift s of the sigmas, sigma = s t / (1 + (s - 1) t). 1 = even steps."""
     train_steps: Count | list[CountOrOff] | None = None
     """Noise steps that are explored and trained: the first n, or a list of indices in 0..num_steps - 2."""
     steps_per_iteration: Count | None = None
-    """So many of train_steps, drawn anew each iteration, are explored; None = all. Cost falls with it."""
+    """Number of train_steps that are explored per iteration, drawn anew each time. None = all. The cost falls
+    with it."""
     step_draw: Literal["even", "spread"] | None = None
-    """Chances of that draw: even, or by the rewards' running spread at a step over its forwards."""
+    """Probabilities of that draw: even, or in proportion to the running spread of the rewards at a step
+    divided by the forwards that the step costs."""
     granularities: list[Count] | None = None
-    """Strides of the tails that judge each explored state; one image per step, member and stride."""
+    """Strides of the tails by which each explored state is scored: one image per noise step, member and
+    stride."""
     tail_rule: Literal["released", "paper"] | None = None
-    """Where strides are counted from: the noise end (released code) or the image end (the paper, Eq. 10)."""
+    """End from which strides are counted: the noise end (released code) or the image end (the paper's
+    Eq. 10)."""
     eta: NotNegative | None = None
-    """Strength of the noise in an SDE step, above 0: without noise nothing is explored."""
+    """Strength of the noise in an SDE step, > 0, because nothing is explored without noise."""
     diffusion: Literal["flow", "dance", "cps"] | None = None
-    """Step rule: s(sigma) = eta sqrt(sigma / (1 - sigma)), s = eta, or the coefficient-preserving step."""
+    """Step rule: flow, s(sigma) = eta sqrt(sigma / (1 - sigma)); dance, s = eta; or cps, the
+    coefficient-preserving step."""
     clip_range: Positive | None = None
-    """Ratios count within 1 +- this. It does not transfer between models: log-probs average D dimensions."""
+    """Ratios are clipped to 1 +- clip_range. A value does not transfer between models, because
+    log-probabilities are means over latent dimensions."""
     advantage_clip: Positive | None = None
-    """Bound of the summed advantages."""
+    """Bound on the absolute value of the summed advantages."""
     advantage_std: Literal["group", "batch"] | None = None
-    """Whose spread scales an advantage: the group's own, or that of all rewards of the iteration."""
+    """Standard deviation that scales an advantage: of the group, or of all rewards of the iteration."""
     kl_beta: NotNegative | None = None
-    """Weight of the KL to the base model; above 0 each update step costs a second forward."""
+    """Weight of the KL divergence to the base model. Above 0 each row of the update costs a second
+    forward."""
     update: Literal["once", "per_step"] | Annotated[int, Field(ge=2)] | None = None
-    """One optimizer step an iteration, one after each noise step, or so many, over parts of the members."""
+    """'once', 'per_step', or the number of minibatches per group: one optimizer step per iteration, one per
+    noise step, or one per minibatch of members."""
     train_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a path's noise steps that is trained, drawn anew for each member."""
     window: Count | None = None
-    """Width of the window of noise steps that slides over the schedule; flow_grpo has none by default."""
+    """Width of the window of noise steps that moves over the denoising steps. flow_grpo has none by
+    default."""
     window_range: list[CountOrOff] | None = None
-    """[first, end] of the steps that a random window lies within; None = the first half of the steps."""
+    """[first, end] of the steps within which a random window lies. None = the first half of the steps."""
     window_hold: Count | None = None
-    """Iterations that the window stays before it moves on."""
+    """Number of iterations for which the window stays before it moves."""
     window_stride: CountOrOff | None = None
-    """Steps by which the window moves; 0 = it stays at the noise end."""
+    """Number of steps by which the window moves. 0 = it stays at the noise end."""
     window_order: Literal["progressive", "decay", "random"] | None = None
-    """How the window moves: evenly, faster and faster, or to a new place each iteration."""
+    """Movement of the window: at an even pace, faster and faster, or to a random position each iteration."""
     roll_back: bool | None = None
-    """Whether the window starts over at the end of the schedule, or stays there."""
+    """Whether the window returns to the start after the last step, or stays there."""
     flash: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the points after the window that a second-order solver keeps (MixGRPO-Flash: 0.4)."""
+    """Share of the steps after the window that a second-order solver keeps (MixGRPO-Flash: 0.4)."""
 
     # Groups, prompts and rewards.
     group_size: Annotated[int, Field(ge=2)] = 12
-    """G: images of one prompt that are compared with each other; cost grows with it."""
+    """G: number of images of one prompt that are compared with each other. The cost grows with it."""
     noise: Literal["independent", "antithetic", "orthogonal"] = "independent"
-    """How the noise of a group's members depends on each other's; each is standard normal by itself."""
+    """Dependence between the noise of a group's members. The noise of each member is standard normal in any
+    case."""
     prompts: Text = "world:train"
     """Training prompts: a txt, json, jsonl, csv or parquet file, or world:NAME of the embedded world."""
     prompts_per_iteration: Count = 4
-    """Groups of one iteration, over all processes; forwards = this times those of a group."""
+    """Number of groups per iteration, over all processes. Forwards per iteration are this times those of a
+    group."""
     skip_flat: bool = False
-    """Pass a prompt over at its next visit if its group's rewards were all equal: it taught nothing."""
+    """Skip the next visit of a prompt if all rewards of its group were equal, because such a group has no
+    gradient."""
     rewards: dict[str, float] = {"tiny_preference": 1.0}
-    """Reward name (or module:function) -> weight of its advantages. Each is normalised by itself first."""
+    """Reward name (or module:function) -> weight of its advantages. Each reward is standardised separately
+    first."""
     reward_options: dict[str, dict[str, Any]] = {}
-    """Reward name -> its own options, such as where its model lies (docs/rewards.md)."""
+    """Reward name -> options of that reward, such as the path of its model (docs/rewards.md)."""
     max_invalid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The run stops, with a checkpoint, when more than this share of an iteration's samples has no reward."""
+    """The run stops with a checkpoint if more than this share of an iteration's samples has no reward."""
 
-    # What is measured on the way.
+    # Evaluation.
     eval_every: CountOrOff = 0
-    """Iterations between evaluations; 0 = none. Each costs num_eval_prompts x eval_num_steps forwards."""
+    """Iterations between evaluations. 0 = none. Each costs num_eval_prompts x eval_num_steps forwards."""
     eval_prompts: Text | None = None
-    """Prompts of the evaluation; same kinds of source as `prompts`."""
+    """Prompts of the evaluation, from the same kinds of source as `prompts`."""
     num_eval_prompts: Count = 64
-    """How many of them are used, from the start."""
+    """Number of evaluation prompts, taken from the start of the source."""
     eval_rewards: list[str] = []
-    """Rewards measured besides the trained ones: the held-out judges."""
+    """Rewards that are evaluated in addition to the trained ones and are not trained."""
     eval_num_steps: Count = 16
-    """Denoising steps of evaluation images and samples."""
+    """Number of denoising steps of evaluation images and sample grids."""
     sample_every: CountOrOff = 0
-    """Iterations between sample grids with the same seeds; 0 = only at the start and the end."""
+    """Iterations between sample grids, which all use the same seeds. 0 = only at the start and the end."""
     num_sample_prompts: Count = 8
-    """Prompts in a sample grid."""
+    """Number of prompts in a sample grid."""
 
     compare_images: CountOrOff = 0
-    """Pictures of own and of unseen prompts, each, drawn before and after with equal seeds; 0 = no table."""
+    """Number of images of training prompts, and of unseen prompts, that are made before and after training
+    with equal seeds. 0 = no comparison."""
 
     # The optimizer (AdamW).
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """`adamw8bit` (torchao) keeps the moments in 8 bits: a quarter of their memory."""
+    """`adamw8bit` (torchao) stores the moments in 8 bits, which takes a quarter of their memory."""
     lr: Positive = 2e-6
     """Learning rate after the warm-up."""
     weight_decay: NotNegative = 1e-4
-    """Decoupled weight decay, times lr each update."""
+    """Decoupled weight decay, multiplied by lr in each optimizer step."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the gradient's mean."""
+    """Decay of the running mean of the gradient."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of the gradient's mean square."""
+    """Decay of the running mean of the squared gradient."""
     adam_eps: Positive = 1e-8
-    """Added to the root of the mean square."""
+    """Added to the square root of the mean squared gradient."""
     max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this norm."""
     warmup_iterations: CountOrOff = 0
-    """Iterations over which lr grows linearly from 0."""
+    """Number of iterations over which lr grows linearly from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: keep lr, or let it fall to 0 at `iterations` (a longer run then falls later)."""
+    """Learning rate after the warm-up: constant, or decaying to 0 at `iterations` (a longer run decays
+    later)."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Running mean of the weights, used for evaluation and export; 0 = off. Costs one float32 copy."""
+    """Decay of the moving average of the weights that is used for evaluation and export. 0 = off. Costs one
+    float32 copy of the trained weights."""
 
     # The run.
     out: Text = "runs/g2rpo"
     """Run folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
-    """Seed of prompts order, noise and everything else that is drawn."""
+    """Seed of the order of prompts, the noise and all other random draws."""
     iterations: Count = 300
-    """Length of the run (`steps` is accepted too)."""
+    """Length of the run in iterations (`steps` is accepted as well)."""
     stop_after: Count | None = None
-    """Stop after this iteration with a checkpoint, as if interrupted; a later call goes on."""
+    """Stop with a checkpoint after this iteration, as if interrupted; the same command without it resumes the
+    run."""
     resume: Literal["auto", "never", "latest"] = "auto"
-    """auto: go on from what `out` holds, if anything; latest: insist on it; never: refuse such a folder."""
+    """auto: resume the run in `out` if there is one; latest: require a checkpoint; never: reject a folder
+    that contains a run."""
     checkpoint_every: Count = 50
-    """Iterations between checkpoints; the last one is always written."""
+    """Iterations between checkpoints. The last iteration always writes one."""
     keep_last: Count = 2
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints that are kept."""
     keep_every: CountOrOff = 0
-    """Checkpoints at multiples of this stay for good; 0 = none."""
+    """Checkpoints at multiples of this number are kept permanently. 0 = none."""
     keep_best: Text | None = None
-    """Judge (a reward that is evaluated) whose best checkpoint is written and stays: OUT/best names it."""
+    """Evaluated reward by which the best checkpoint is selected. It is written and kept, and OUT/best names
+    it."""
     rollout_batch: Count | Literal["auto"] = 24
-    """Samples of one rollout forward, per process; memory grows with it, results change by rounding only.
-    auto = the most that fit on every process, chosen at the start and kept with the run."""
+    """Samples per rollout forward and process. Memory grows with it; results change only by rounding.
+    auto = the most that fit on every process, chosen at the start and stored with the run."""
     decode_batch: Count = 24
-    """Images decoded and scored at once, per process."""
+    """Images that are decoded and scored at once, per process."""
     update_batch: Count = 16
-    """Rows of one update forward and backward, per process: a row is a state that its group shares."""
+    """Rows per forward and backward of the update, per process; a row is a state that its group shares."""
     cache: Text = "~/.cache/g2rpo/embeddings"
-    """Folder of prompt embeddings, shared by runs."""
+    """Folder of prompt embeddings, which runs may share."""
     deterministic: bool = False
-    """Bit-exact repeats on a GPU too (slower kernels); on a CPU they are exact anyway."""
+    """Bit-exact repeats on a GPU as well, with slower kernels. On a CPU they are always bit-exact."""
     tensorboard: bool = True
-    """Write TensorBoard event files besides metrics.jsonl."""
+    """Write TensorBoard event files in addition to metrics.jsonl."""
 
     @field_validator("train_steps", "granularities")
     @classmethod
-    def _rising(cls, value: Any) -> Any:
+    def _ascending(cls, value: Any) -> Any:
         if isinstance(value, list) and (not value or value != sorted(set(value))):
-            raise ValueError(f"give a list of at least one entry, rising and without repeats, not {value}")
+            raise ValueError(f"give a list of at least one entry, ascending and without repeats, not {value}")
         return value
 
     @field_validator("rewards")
     @classmethod
-    def _some_reward(cls, value: dict[str, float]) -> dict[str, float]:
+    def _at_least_one_reward(cls, value: dict[str, float]) -> dict[str, float]:
         if not value:
             raise ValueError("a run needs at least one reward, such as rewards.tiny_clip=1.0")
         if zero := [name for name, weight in value.items() if weight == 0]:
-            raise ValueError(f"weight 0 trains nothing; to only measure {zero[0]!r}, name it in eval_rewards")
+            raise ValueError(
+                f"weight 0 trains nothing; to only evaluate {zero[0]!r}, list it in eval_rewards"
+            )
         return value
 
     @field_validator("rewards", "eval_rewards")
@@ -256,16 +284,16 @@ class Settings(BaseModel):
         return self
 
     def algorithm_options(self) -> dict[str, Any]:
-        """The algorithm's options that were given: keyword arguments for its preset."""
+        """The algorithm's options that are not None, as keyword arguments of its preset."""
         return {name: getattr(self, name) for name in ALGORITHM_OPTIONS if getattr(self, name) is not None}
 
     def option(self, name: str) -> Any:
-        """An algorithm option as given, else the preset's default, else (the preset has none such) None."""
+        """The given value of an algorithm option, else the preset's default, else None."""
         given = getattr(self, name)
         return algorithm_defaults(self.algorithm).get(name) if given is None else given
 
     def resolved(self) -> "Settings":
-        """The same with the preset's defaults written out: a later version's defaults change nothing."""
+        """A copy with the preset's defaults filled in, so that later versions' defaults do not matter."""
         values = self.model_dump()
         for name, default in algorithm_defaults(self.algorithm).items():
             if name in ALGORITHM_OPTIONS and values[name] is None:
@@ -277,7 +305,6 @@ class Settings(BaseModel):
         return to_toml(self.resolved().model_dump())
 
 
-# Fields that are a preset's keywords.
 ALGORITHM_OPTIONS = (
     "num_steps",
     "shift",
@@ -302,3 +329,4 @@ ALGORITHM_OPTIONS = (
     "roll_back",
     "flash",
 )
+"""Fields that are keyword arguments of a preset."""

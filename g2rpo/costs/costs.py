@@ -1,12 +1,12 @@
-"""What a run will cost, before any weight is loaded: the content of `g2rpo plan`.
+"""The cost of a run, computed before any weight is loaded: the content of `g2rpo plan`.
 
-    forwards    counted by the plans themselves (Plan.nfe), over the whole run
-    FLOPs       torch's counter on the model without storage; backward = 2 forwards
-    memory      by phase, see memory.py; measured peaks beside it in docs/flux.md
-    time        forwards x seconds per forward: given, measured or from a table (speeds.py), never guessed
+    forwards    counted by the plans themselves (Plan.nfe), over all iterations
+    FLOPs       torch's counter on the meta device; a backward counts as two forwards
+    memory      by phase, see memory.py; docs/flux.md compares it with measured peaks
+    time        forwards x seconds per forward, which are given, measured or from a table (speeds.py)
 
-Of rewards the published models' weights and times are known (memory.py, speeds.py); those of others are
-measured or left out.
+The weights and times of the published reward models are known (memory.py, speeds.py); those of other rewards
+are measured or omitted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from g2rpo.costs.memory import (
     USABLE,
     Memory,
     changes_that_help,
-    chosen_rollout_batch,
     forwards_per_sample,
+    largest_rollout_batch,
     memory_of,
     run_plans,
     trained_params,
 )
-from g2rpo.costs.speeds import LEAST_PARAMS, Speeds, given, rates_of
+from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
 from g2rpo.models.flux.shape import FluxShape, flux_shape
 from g2rpo.rollouts.plan import Plan
 
@@ -41,24 +41,25 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Costs:
-    """All figures of a plan. Sizes in bytes, times in seconds.
+    """The cost of a run. Sizes are in bytes, times in seconds.
 
     Attributes:
-        shape: of the model.
-        forwards: mean per iteration, over all processes, by part: anchor, sde, tails, total, update.
-        images: decoded and scored per iteration, over all processes, each distinct one once.
-        eval_forwards: of all evaluations, sample grids and the comparison of the run.
-        trained_params: numbers that the optimizer moves.
-        memory: on each process's device, by phase and part (memory.py).
-        disk: by part.
-        flops: of the whole run: rollout, update, evaluations, and the decoding of both.
-        seconds: of an iteration by part; empty without a figure for a forward.
-        run_seconds: of the whole run; None likewise.
-        released_gpu_hours: of the same run's forwards alone as the released code does them (every evaluation,
-            one sample each, parameters gathered for it); None where that was not measured on this GPU.
-        rollout_batch: samples of a forward, chosen where the settings say auto.
-        speeds: behind the times.
-        notes: what a person should know, such as granularities that coincide.
+        shape: sizes and FLOPs of the model.
+        forwards: part -> mean number per iteration, over all processes: anchor, sde, tails, total, update.
+        images: images decoded and scored per iteration, over all processes; identical ones count once.
+        eval_forwards: forwards of all evaluations, sample grids and the before/after comparison.
+        trained_params: number of trained parameters.
+        memory: bytes on each process's device, by phase and part (memory.py).
+        disk: part -> bytes.
+        flops: of the entire run: rollouts, updates, evaluations, and the decoding of images.
+        seconds: part -> seconds per iteration; empty if the time of a forward is unknown.
+        run_seconds: of the entire run; None if the time of a forward is unknown.
+        num_processes: processes, each with one device.
+        released_gpu_hours: for the same run's forwards in the manner of the released code (no state shared,
+            one sample per forward, parameters gathered each time); None if not measured on this GPU.
+        rollout_batch: samples per rollout forward; the chosen number if the setting is "auto".
+        speeds: the speeds from which the times follow, or None.
+        notes: remarks for the user, for example about granularities that coincide.
     """
 
     shape: FluxShape
@@ -79,7 +80,7 @@ class Costs:
 
     @property
     def memory_bytes(self) -> int:
-        """The most, in the phase that takes most."""
+        """Peak memory per device, in bytes."""
         return self.memory.peak
 
 
@@ -93,19 +94,20 @@ def plan_costs(
     memory_bytes: int | None = None,
     num_prompts: int | None = None,
 ) -> Costs:
-    """Figures of a run with these settings.
+    """The cost of a run with these settings.
 
     Args:
-        num_processes: over which the groups of an iteration are divided, and trained weights sharded.
-        seconds_per_forward: the network's, of one image on one device, if that is all that is known.
-        speeds: what is known better, see speeds.py.
-        gpu: name of the kind of device, for the comparison with the released code.
-        memory_bytes: of a device; what does not fit, and which setting would, becomes a note. Needed with
-            rollout_batch="auto".
-        num_prompts: in the prompt source; bounds the embedding cache.
+        num_processes: processes that share the groups of an iteration and shard the trained weights.
+        seconds_per_forward: of the network, per image on one device, > 0; used if `speeds` is None.
+        speeds: times of all parts, see speeds.py.
+        gpu: name of the GPU, for the comparison with the released code.
+        memory_bytes: memory of a device. If the run does not fit, notes say so and which settings would fit.
+            Needed with rollout_batch="auto".
+        num_prompts: prompts in the source; bounds the size of the embedding cache.
 
     Raises:
-        ValueError: a model or settings that do not exist or fit, or groups that cannot be divided evenly.
+        ValueError: an unknown model, settings that do not fit the model, or groups that cannot be divided
+            evenly among the processes.
     """
     if num_processes < 1 or settings.prompts_per_iteration % num_processes:
         raise ValueError(
@@ -135,13 +137,13 @@ def plan_costs(
     size, recomputed = settings.group_size, settings.gradient_checkpointing
     passes = [algorithm.forwards_a_row(plan, size, recomputed) for plan in plans]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
-    watched = _watched_images(settings, num_prompts)
-    eval_forwards = networks * watched * settings.eval_num_steps
+    eval_images = _evaluation_images(settings, num_prompts)
+    eval_forwards = networks * eval_images * settings.eval_num_steps
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
-    flops = forward_flops * shape.forward_flops + (n * images + watched) * shape.decode_flops
+    flops = forward_flops * shape.forward_flops + (n * images + eval_images) * shape.decode_flops
     memory = memory_of(settings, shape, plans, num_processes, trained)
     if speeds is None and seconds_per_forward is not None:
-        speeds = given(shape, seconds_per_forward)
+        speeds = speeds_from_forward(shape, seconds_per_forward)
     seconds: dict[str, float] = {}
     run_seconds = released_hours = None
     if speeds is not None:
@@ -153,13 +155,13 @@ def plan_costs(
             "update": update_cost * speeds.update,
         }
         seconds = {part: value / num_processes for part, value in parts.items()}
-        watching = eval_forwards * speeds.forward + watched * (speeds.decode + speeds.reward)
-        run_seconds = n * sum(seconds.values()) + watching / num_processes + speeds.once
-    if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > LEAST_PARAMS:
+        evaluating = eval_forwards * speeds.forward + eval_images * (speeds.decode + speeds.reward)
+        run_seconds = n * sum(seconds.values()) + evaluating / num_processes + speeds.startup
+    if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > MIN_TABULATED_PARAMS:
         naive = networks * groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
     if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
-        notes += ("step_draw=spread goes by the rewards to come: counted as if the steps were drawn evenly",)
+        notes += ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
     notes += coinciding_tails(plans, settings)
     notes += tuple(filter(None, map(coarse_tails, plans)))[:1]
     if memory_bytes is not None:
@@ -184,7 +186,7 @@ def plan_costs(
 
 
 def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ...]:
-    """A line for each noise step after which two granularities walk the same tail."""
+    """A note for each noise step after which two granularities have the same tail."""
     granularities = settings.option("granularities")
     lines = []
     for plan in dict.fromkeys(plans):
@@ -198,8 +200,8 @@ def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ..
     return tuple(dict.fromkeys(lines))
 
 
-def rows(costs: Costs) -> list[tuple[str, str, str]]:
-    """(section, item, value) lines for a table."""
+def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
+    """The lines of the table that `g2rpo plan` prints: (section, item, value)."""
     shape = costs.shape
     table = [
         (
@@ -209,38 +211,40 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
         ),
         ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
         ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
-        ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP an image"),
+        ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP per image"),
     ]
     for part, count in costs.forwards.items():
         item = {"total": "rollout, all", "update": "update (with backward)"}.get(part, f"rollout, {part}")
-        table.append(("forwards an iteration", item, f"{count:,.0f}"))
+        table.append(("forwards per iteration", item, f"{count:,.0f}"))
     table += [
-        ("images an iteration", "decoded and scored", f"{costs.images:,.0f}"),
-        ("forwards a run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
+        ("images per iteration", "decoded and scored", f"{costs.images:,.0f}"),
+        ("forwards per run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
         (
             "compute",
-            "whole run",
+            "entire run",
             f"{costs.flops / 1e15:,.0f} PFLOP" if costs.flops > 1e17 else f"{costs.flops / 1e15:,.3g} PFLOP",
         ),
     ]
-    table.append(("compute", "samples a rollout forward", f"{costs.rollout_batch:,}"))
+    table.append(("compute", "samples per rollout forward", f"{costs.rollout_batch:,}"))
     memory = costs.memory
-    table += [("memory a device, always", part, _size(size)) for part, size in memory.always.items()]
-    table.append(("memory a device, before", "text encoders", _size(memory.encoders)))
+    table += [("memory per device, always", part, _size(size)) for part, size in memory.always.items()]
+    table.append(("memory per device, before", "text encoders", _size(memory.encoders)))
     for phase, parts in memory.phases.items():
-        table += [(f"memory a device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()]
+        table += [
+            (f"memory per device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()
+        ]
     peak = f"about {_size(memory.peak)}, in the {memory.peak_phase}"
-    table.append(("memory a device", "peak", peak))
+    table.append(("memory per device", "peak", peak))
     table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
-    table += [("time an iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
+    table += [("time per iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
     if costs.run_seconds is not None and costs.speeds is not None:
-        table.append(("time an iteration", "all of it", f"{sum(costs.seconds.values()):,.1f} s"))
+        table.append(("time per iteration", "total", f"{sum(costs.seconds.values()):,.1f} s"))
         scoring = "" if costs.speeds.reward else ", without scoring"
         hours = costs.run_seconds / 3600
         devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""
-        table.append(("time", f"whole run{scoring}", f"{hours:,.2f} h{devices}"))
-        table.append(("time", f"whole run{scoring}", f"{hours * costs.num_processes:,.1f} device hours"))
-        table.append(("time", "figures from", costs.speeds.source))
+        table.append(("time", f"entire run{scoring}", f"{hours:,.2f} h{devices}"))
+        table.append(("time", f"entire run{scoring}", f"{hours * costs.num_processes:,.1f} device hours"))
+        table.append(("time", "source of the times", costs.speeds.source))
     if costs.released_gpu_hours is not None:
         table.append(("time", "released code's forwards", f"{costs.released_gpu_hours:,.0f} device hours"))
     return table + [("note", "", note) for note in costs.notes]
@@ -249,15 +253,15 @@ def rows(costs: Costs) -> list[tuple[str, str, str]]:
 def _with_batch(
     settings: Settings, shape: FluxShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Settings with a number for rollout_batch="auto", and a note where there is none to give."""
+    """Replaces rollout_batch="auto" by a number; notes say if it cannot be chosen."""
     unknown = settings.model_copy(update={"rollout_batch": 1})
     if memory_bytes is None:
-        return unknown, ("rollout_batch=auto is chosen by the device's memory: say which, --memory GB",)
+        return unknown, ("rollout_batch=auto depends on the device's memory: give it with --memory GB",)
     trained, usable = trained_params(settings, shape), round(USABLE * memory_bytes)
     try:
-        batch = chosen_rollout_batch(settings, shape, plans, processes, trained, usable)
+        batch = largest_rollout_batch(settings, shape, plans, processes, trained, usable)
     except ValueError:
-        return unknown, ()  # the notes say what does not fit
+        return unknown, ()  # _fit_notes says what does not fit
     return settings.model_copy(update={"rollout_batch": batch}), ()
 
 
@@ -266,28 +270,30 @@ def _int(batch: int | str) -> int:
     return batch
 
 
-def _watched_images(settings: Settings, num_prompts: int | None) -> int:
-    """Images of evaluations and grids (both ends and every interval) and of the comparison (before, after).
+def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
+    """Images of evaluations, sample grids and the before/after comparison over the run.
 
-    As if there were as many evaluation prompts as asked for, and none of them repeated or trained on.
+    Evaluations and grids take place at both ends of the run and at every interval. The source of evaluation
+    prompts is assumed to have enough prompts, without repetitions and without training prompts.
     """
-    n, asked = settings.iterations, settings.compare_images
+    n, requested = settings.iterations, settings.compare_images
     evaluations = 1 + math.ceil(n / settings.eval_every) if settings.eval_every else 0
     grids = 1 + math.ceil(n / settings.sample_every) if settings.sample_every else 2
-    own = n * settings.prompts_per_iteration
-    sources = [own if num_prompts is None else min(own, num_prompts)]
+    trained = n * settings.prompts_per_iteration
+    sources = [trained if num_prompts is None else min(trained, num_prompts)]
     sources += [settings.num_eval_prompts] if settings.eval_prompts else []
-    # Each prompt of a set has as many pictures as the others.
-    sets = [math.ceil(asked / min(asked, found)) * min(asked, found) for found in sources if asked]
+    # All prompts of a set have the same number of images.
+    prompts = [min(requested, available) for available in sources if requested]
+    sets = [math.ceil(requested / count) * count for count in prompts]
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
 
 
 def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
     master = 8 if settings.precision == "float64" else 4
-    moments = 2 * master  # written in full also where they are kept in 8 bits
-    one = trained * (master + moments + (master if settings.ema_decay else 0))
-    judged = settings.eval_every if settings.keep_best is not None else 0  # each may be the best yet
-    written = settings.iterations // math.gcd(settings.checkpoint_every, judged)
+    moments = 2 * master  # moments in 8 bits are counted in full, too
+    checkpoint = trained * (master + moments + (master if settings.ema_decay else 0))
+    evaluated = settings.eval_every if settings.keep_best is not None else 0  # each may be the best so far
+    written = settings.iterations // math.gcd(settings.checkpoint_every, evaluated)
     kept = min(settings.keep_last, max(written, 1))
     if settings.keep_every:
         kept += settings.iterations // settings.keep_every
@@ -296,8 +302,8 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
     prompts = min(used, num_prompts) if num_prompts is not None else used
     row = shape.text_tokens * shape.text_dim + shape.pooled_dim
     return {
-        "a checkpoint": one,
-        f"checkpoints ({kept} kept, 1 in writing)": (kept + 1) * one,
+        "one checkpoint": checkpoint,
+        f"checkpoints ({kept} kept, 1 being written)": (kept + 1) * checkpoint,
         f"embeddings of {prompts:,} prompts": prompts * row * (2 if settings.precision == "bfloat16" else 4),
         "export": 4 * trained,
     }
@@ -306,7 +312,7 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
 def _fit_notes(
     settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
 ) -> tuple[str, ...]:
-    """Nothing if it fits; else what is too large and the first change of settings that would fit."""
+    """Empty if the run fits; otherwise the largest part and the first change of settings that would fit."""
 
     def memory(changes: dict[str, Any]) -> Memory:
         changed = settings.model_copy(update=changes)
@@ -325,12 +331,12 @@ def _fit_notes(
     more = "more processes, " if not settings.lora_rank else ""
     return (
         problem,
-        f"no batch size, precision or LoRA rank makes it fit: take {more}a smaller resolution or model",
+        f"no batch size, precision or LoRA rank makes it fit: use {more}a smaller resolution or model",
     )
 
 
 def _as_words(changes: Mapping[str, Any]) -> str:
-    """As on a command line."""
+    """Changes of settings as command-line overrides."""
     words = [f"{key}={str(v).lower()}" for key, v in changes.items() if key != "reward_options"]
     for name, options in changes.get("reward_options", {}).items():
         words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))

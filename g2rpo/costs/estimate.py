@@ -1,4 +1,4 @@
-"""`g2rpo plan`: a run's costs on a machine that is named, measured, or this one."""
+"""`g2rpo plan`: the cost of a run on this machine or on a named GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.memory import agreed_rollout_batch
-from g2rpo.costs.speeds import TABLE, Speeds, looked_up, measure, rates_of
+from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
 from g2rpo.models.flux.shape import flux_shape
 from g2rpo.models.registry import policy_of
@@ -26,19 +26,22 @@ def plan_here(
     gpu: str | None = None,
     memory_gb: float | None = None,
 ) -> Costs:
-    """Costs, with times from a given figure, from measuring here, or from the table for a kind of GPU.
+    """The cost of a run, with times that are given, measured here, or from the table of measured GPUs.
 
     Args:
-        gpu: a kind in the table; None: this machine's, if it has one.
-        memory_gb: of a device; None: this machine's GPU.
+        num_processes: processes, each with one device.
+        seconds_per_forward: of the network, per image on one device; None = from `measured` or the table.
+        measured: load the model and the rewards and time them on this machine.
+        gpu: name of a GPU in the table; None = this machine's GPU, if it has one.
+        memory_gb: memory of a device in GB; None = that of this machine's GPU.
 
     Raises:
-        ValueError: a GPU that the table does not hold, or as `plan_costs`.
+        ValueError: a GPU that is not in the table, or an error of `plan_costs`.
     """
     if gpu is not None and rates_of(gpu) is None:
         raise ValueError(
-            f"--gpu {gpu}: the table of measured times holds {', '.join(TABLE)}; give "
-            "--seconds-per-forward, or --measure on such a machine"
+            f"--gpu {gpu}: the table of measured times has {', '.join(TABLE)}; give "
+            "--seconds-per-forward, or use --measure on such a machine"
         )
     here = settings.device != "cpu" and torch.cuda.is_available()
     memory_bytes = None if memory_gb is None else round(memory_gb * 1e9)
@@ -52,7 +55,7 @@ def plan_here(
         shape = flux_shape(
             settings.model, resolution=settings.resolution, max_sequence_length=settings.max_sequence_length
         )
-        speeds = looked_up(settings, shape, name)
+        speeds = tabulated_speeds(settings, shape, name)
     costs = plan_costs(
         settings,
         num_processes=num_processes,
@@ -63,7 +66,9 @@ def plan_here(
         num_prompts=len(read_prompts(settings.prompts)[0]),
     )
     if name is not None and not costs.seconds:
-        unknown = f"no times: the table has none for this model on {name}; --measure or --seconds-per-forward"
+        unknown = (
+            f"no times: the table has none for this model on {name}; use --measure or --seconds-per-forward"
+        )
         costs = replace(costs, notes=(*costs.notes, unknown))
     return costs
 
@@ -78,4 +83,4 @@ def _measured(settings: Settings) -> Speeds:
         compiled=settings.compile_blocks,
         tails_precision=settings.tails_precision,
     )
-    return measure(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])
+    return measure_speeds(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])

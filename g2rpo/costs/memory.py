@@ -1,8 +1,8 @@
-"""Memory of a run's device by part and phase: what `g2rpo plan` says before anything is loaded.
+"""Device memory of a run by part and phase, computed before anything is loaded.
 
-Weights, gradients and moments are counted exactly; activations and buffers are estimates. The phases do not
-overlap: gradients are freed before the next rollout, gathered weights exist during the rollout only (in the
-update a block at a time). The text encoders have come and gone before anything else is loaded.
+Weights, gradients and moments are counted exactly; activations and buffers are estimated. The phases do not
+overlap: gradients are freed before the next rollout, and gathered weights exist only during the rollout (in
+the update, for one block at a time). The text encoders are unloaded before anything else is loaded.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ REWARD_PARAMS = {
     "pickscore": 986_109_441,
     "imagereward": 446_666_465,
 }
-"""Of the published reward models, by name; other rewards are not counted."""
+"""Parameters of the published reward models, by name; other rewards are not counted."""
 
 USABLE = 0.9
-"""Share of a device's memory that `rollout_batch = "auto"` plans with: the allocator fragments."""
+"""Share of a device's memory that `rollout_batch = "auto"` uses, because the allocator fragments memory."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Memory of one device, in bytes.
 
     Attributes:
-        always: by part, in every phase.
-        phases: phase -> by part, on top.
-        encoders: the text encoders, alone on the device before the run.
+        always: part -> bytes, present in every phase.
+        phases: phase -> part -> bytes, in addition.
+        encoders: text encoders, which are on the device only before the run.
     """
 
     always: dict[str, int]
@@ -51,18 +51,18 @@ class Memory:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that takes most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def peak(self) -> int:
-        """Bytes in that phase."""
+        """The most memory at any time, in bytes."""
         run = sum(self.always.values()) + sum(self.phases[self.peak_phase].values())
         return max(run, self.encoders)
 
     @property
     def largest(self) -> str:
-        """The largest part at the peak."""
+        """Name of the largest part in the peak phase."""
         parts = self.always | self.phases[self.peak_phase]
         return max(parts, key=lambda part: parts[part])
 
@@ -70,11 +70,12 @@ class Memory:
 def memory_of(
     settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int
 ) -> Memory:
-    """What a device of `num_processes` holds.
+    """Memory of each device of a run.
 
     Args:
-        plans: of all iterations.
-        trained: parameters that the optimizer moves.
+        plans: the plans of all iterations.
+        num_processes: processes, each with one device.
+        trained: number of trained parameters.
     """
     half = settings.precision == "bfloat16"
     compute = {"bfloat16": 2, "float64": 8}.get(settings.precision, 4)
@@ -83,17 +84,18 @@ def memory_of(
     shards = min(settings.shard_size or num_processes, num_processes)
     groups = settings.prompts_per_iteration // num_processes
     base = shape.transformer_params * compute
-    if settings.base_dtype == "float8":  # modulations and norms stay as they compute
+    if settings.base_dtype == "float8":  # modulations and norms stay in the compute dtype
         base = shape.transformer_params + shape.norm_params * (compute - 1)
     copies = master * trained // shards
     moments = 2 * master if settings.optimizer == "adamw" else 2
     tokens, width = shape.tokens, shape.width
 
-    update_rows = min(settings.update_batch, groups * max(step_rows(settings, plan) for plan in plans))
-    # What the backward needs of a block is about 34 bytes a token and channel in 16 bits (Korthikanti et al.,
-    # arXiv:2205.05198, without the attention matrix, which is never stored); recomputed, its input alone.
+    update_rows = min(settings.update_batch, groups * max(rows_per_step(settings, plan) for plan in plans))
+    # The backward of a block needs about 34 bytes per token and channel in 16 bits (Korthikanti et al.,
+    # arXiv:2205.05198, without the attention matrix, which is never stored); with recomputation, only the
+    # block's input.
     block = update_rows * tokens * width * 17 * compute
-    networks = forwards_per_sample(settings)  # whose graphs are kept together
+    networks = forwards_per_sample(settings)  # their graphs exist at the same time
     stored = block * shape.num_blocks * networks
     if settings.gradient_checkpointing:
         stored = block + update_rows * tokens * width * compute * shape.num_blocks * networks
@@ -111,7 +113,7 @@ def memory_of(
         **({"EMA": copies} if settings.ema_decay else {}),
         **({"reference weights": copies} if settings.option("kl_beta") and not lora else {}),
         "VAE": shape.vae_params * vae_bytes,
-        **({"rewards": judges} if (judges := reward_bytes(settings)) else {}),
+        **({"rewards": rewards} if (rewards := reward_bytes(settings)) else {}),
     }
     resident = compute * trained if num_processes > 1 or (half and not lora) else 0
     low = shape.transformer_params - shape.norm_params if settings.tails_precision == "float8" else 0
@@ -122,7 +124,7 @@ def memory_of(
             **({"weights in float8": low} if low else {}),
             "latents": groups * latent * (settings.group_size * member_states + shared_states),
             "activations, decoding": max(transient, decoding),
-            **({"rewards that come to score": judges} if (judges := reward_bytes(settings, "cpu")) else {}),
+            **({"offloaded rewards": rewards} if (rewards := reward_bytes(settings, "cpu")) else {}),
         },
         "update": {
             "gradients": copies,
@@ -134,7 +136,11 @@ def memory_of(
 
 
 def reward_bytes(settings: Settings, offload: str = "none") -> int:
-    """Weights of reward models that stay on the device ("none"), or come to score and go again ("cpu")."""
+    """Bytes of the reward models with this `offload` option.
+
+    Args:
+        offload: "none" = models that stay on the device, "cpu" = models that are on it only while they score.
+    """
     total = 0
     for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
         options = settings.reward_options.get(name, {})
@@ -145,45 +151,49 @@ def reward_bytes(settings: Settings, offload: str = "none") -> int:
 
 
 def row_bytes(settings: Settings, shape: FluxShape) -> int:
-    """What one sample of a rollout forward takes for a while, beside the weights.
+    """Bytes of the activations of one sample in a rollout forward.
 
-    One block's q, k, v, MLP (4 widths, twice), their joint output and the residual; compiled, what is fused
-    is never stored (170 MB a sample of FLUX.1-dev at 720 x 720 were measured, by 4, 12 and 24 samples).
+    They are one block's q, k, v, MLP (4 widths, twice), their joint output and the residual. Compiled blocks
+    do not store fused intermediates (measured: 170 MB per sample of FLUX.1-dev at 720 x 720, with 4, 12 and
+    24 samples).
     """
     compute = {"bfloat16": 2, "float64": 8}.get(settings.precision, 4)
     widths = 11 if settings.compile_blocks else 16
     return shape.tokens * shape.width * widths * compute
 
 
-def chosen_rollout_batch(
+def largest_rollout_batch(
     settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int, usable: int
 ) -> int:
     """The largest rollout_batch whose rollout fits into `usable` bytes; at most the largest wave of the run.
 
     Raises:
-        ValueError: not even one sample fits.
+        ValueError: a single sample does not fit.
     """
     groups = settings.prompts_per_iteration // num_processes
     waves = (len(wave.positions) for plan in dict.fromkeys(plans) for wave in make_tree(plan).waves[1:])
-    most = groups * settings.group_size * max(waves, default=1)
-    one = settings.model_copy(update={"rollout_batch": 1})
-    memory = memory_of(one, shape, plans, num_processes, trained)
-    rest = sum(memory.always.values()) + sum(memory.phases["rollout"].values())
-    rest -= memory.phases["rollout"]["activations, decoding"]
-    room = usable - rest
-    if room < row_bytes(settings, shape):
+    largest_wave = groups * settings.group_size * max(waves, default=1)
+    single = settings.model_copy(update={"rollout_batch": 1})
+    memory = memory_of(single, shape, plans, num_processes, trained)
+    fixed = sum(memory.always.values()) + sum(memory.phases["rollout"].values())
+    fixed -= memory.phases["rollout"]["activations, decoding"]
+    available = usable - fixed
+    if available < row_bytes(settings, shape):
         raise ValueError(
-            f"rollout_batch=auto: without any sample the rollout takes about {rest / 1e9:.1f} GB, and "
+            f"rollout_batch=auto: without any sample the rollout takes about {fixed / 1e9:.1f} GB, and "
             f"{max(usable, 0) / 1e9:.1f} GB are free; `g2rpo plan` names settings that fit"
         )
-    return min(most, room // row_bytes(settings, shape))
+    return min(largest_wave, available // row_bytes(settings, shape))
 
 
 def agreed_rollout_batch(settings: Settings, device: torch.device, before: int | None = None) -> int:
-    """The run's rollout_batch, the same on all processes: as set, or the largest that fits on each of them.
+    """The rollout_batch of a run, equal on all processes: the setting, or the largest that fits on each.
 
     Args:
-        before: what an earlier part of the run took; kept as long as it fits, so that numbers repeat.
+        before: value from the checkpoint that is resumed; kept if it fits, so that numbers are reproduced.
+
+    Raises:
+        ValueError: rollout_batch="auto", and a single sample does not fit.
     """
     if settings.rollout_batch != "auto":
         return settings.rollout_batch
@@ -196,12 +206,12 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
     plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
-    found = min(gathered(chosen_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
-    return found if before is None else min(found, before)
+    batch = min(gathered(largest_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
+    return batch if before is None else min(batch, before)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a device that are free for tensors yet to come."""
+    """Bytes of a device that are free for new tensors, including memory cached by the allocator."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -211,7 +221,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
-    """The plan of every iteration: a window moves, and with it the counts."""
+    """The plan of every iteration; they differ, for example, if a window moves."""
     return [
         algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
         for train_step in range(settings.iterations)
@@ -219,7 +229,7 @@ def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
 
 
 def trained_params(settings: Settings, shape: FluxShape) -> int:
-    """Numbers that the optimizer moves."""
+    """Number of trained parameters: of the adapters, or of the transformer without adapters."""
     return shape.lora_params_per_rank * settings.lora_rank or shape.transformer_params
 
 
@@ -228,32 +238,33 @@ def _batch(settings: Settings) -> int:
 
 
 def forwards_per_sample(settings: Settings) -> int:
-    """Network forwards behind one velocity: two with true classifier-free guidance."""
+    """Network forwards per velocity: 2 with true classifier-free guidance, else 1."""
     return 1 if settings.true_cfg == 1 else 2
 
 
-def step_rows(settings: Settings, plan: Plan) -> int:
-    """Most rows of one group in one optimizer step: those of all noise steps, of one, or of some members."""
+def rows_per_step(settings: Settings, plan: Plan) -> int:
+    """The most rows that a group can have in one optimizer step, which depends on the setting `update`."""
     rows, size = plan.nfe(settings.group_size)["update"], settings.group_size
     update = settings.option("update")
     if isinstance(update, int) and not plan.shares_rows:
         return rows // size * math.ceil(size / min(size, update))
     if update != "per_step" or len(plan.noise_steps) == 1:
         return rows
-    # Where members draw the steps that they train, all of them may draw the same one.
+    # If each member draws the steps that it trains, all members may draw the same one.
     return settings.group_size if plan.num_trained is not None else rows // len(plan.noise_steps)
 
 
 def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
-    """Changes of settings to try when a run does not fit, mildest first.
+    """Changes of settings to try if a run does not fit, mildest first.
 
-    Resident networks of rewards: that they wait in main memory comes first, and with each of the rest.
+    If reward models are on the device, offloading them to main memory is the first change, and every other
+    change is tried without and with it.
     """
     names = ("rollout_batch", "decode_batch", "update_batch")
     batches: dict[str, Any] = dict.fromkeys(names, 1)
     lora: dict[str, Any] = {"precision": "bfloat16", "lora_rank": settings.lora_rank or 64}
     checkpointing = {"gradient_checkpointing": True}
-    found = [
+    changes = [
         {name: max(1, getattr(settings, name) // 4) for name in names if getattr(settings, name) != "auto"},
         checkpointing,
         {**batches, **checkpointing},
@@ -265,10 +276,10 @@ def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
         {**batches, **checkpointing, **lora, "base_dtype": "float8"},
     ]
     if not reward_bytes(settings):
-        return found
-    waiting = dict(settings.reward_options)
+        return changes
+    offloaded = dict(settings.reward_options)
     for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
         if name in REWARD_PARAMS:
-            waiting[name] = {**waiting.get(name, {}), "offload": "cpu"}
-    offload = {"reward_options": waiting}
-    return [offload, *(one for change in found for one in (change, {**change, **offload}))]
+            offloaded[name] = {**offloaded.get(name, {}), "offload": "cpu"}
+    offload = {"reward_options": offloaded}
+    return [offload, *(option for change in changes for option in (change, {**change, **offload}))]

@@ -1,8 +1,8 @@
-"""How fast a device is, for `g2rpo plan`: measured here and now, or looked up in a table of measured figures.
+"""The speed of a device for `g2rpo plan`: measured on this machine, or from a table of measured rates.
 
-The table holds rates, in TFLOP/s of the model's counted operations, for FLUX.1-dev at 720 x 720 in bfloat16,
-in batches of 12 (decoding: 4); docs/performance.md says how they were taken. Another resolution changes them
-little, a model a thousand times smaller entirely: such a one is measured, not looked up.
+The table has rates in TFLOP/s of the model's counted operations, for FLUX.1-dev at 720 x 720 in bfloat16, in
+batches of 12 (decoding: 4); docs/performance.md says how they were measured. They hold for other resolutions
+to a good approximation, but not for a model a thousand times smaller, which has to be measured.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import ask
 
-LEAST_PARAMS = 1e9
-"""Transformers smaller than this are not looked up: their time is overhead, not arithmetic."""
+MIN_TABULATED_PARAMS = 1e9
+"""Minimum size of a transformer for the table, because the time of smaller ones is mostly overhead."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds on one device.
+    """Times on one device, in seconds.
 
     Attributes:
-        forward: the network's, of a sample, without gradient; true classifier-free guidance takes two.
-        tail: the same in the tails' precision.
-        decode, reward: an image.
-        update: a row's forward with gradient; its backward counts as two, a recomputed forward as one.
-        once: at the start of a run, compiling.
-        source: where the figures come from, in words.
+        forward: per sample and network forward without gradient; true classifier-free guidance needs two.
+        tail: the same in the precision of the tails.
+        decode: per image, by the VAE.
+        update: per row and forward with gradient; a backward counts as two of these, recomputation as one.
+        reward: per image, for all rewards.
+        startup: compilation at the start of a run.
+        source: description of where the times come from.
     """
 
     forward: float
@@ -43,13 +44,13 @@ class Speeds:
     decode: float
     update: float
     reward: float = 0.0
-    once: float = 0.0
+    startup: float = 0.0
     source: str = ""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """TFLOP/s of a kind of GPU; `lora` figures are with unmerged adapters of rank 64."""
+    """Rates of a GPU model in TFLOP/s; those named `lora` are with unmerged adapters of rank 64."""
 
     compiled: float
     compiled_lora: float
@@ -62,7 +63,7 @@ class Rates:
     update_lora: float
     compiling_s: float
     released: float
-    """FSDP1 over float32 parameters, a sample a forward, as the released code runs."""
+    """Forwards in the manner of the released code: FSDP1 over float32 parameters, one sample per forward."""
 
 
 H200 = Rates(
@@ -78,28 +79,28 @@ H200 = Rates(
     compiling_s=60,
     released=198,
 )
-# What was measured on H100s themselves; the rest is the H200's, whose arithmetic is the same.
+# Three rates were measured on H100s; the others are the H200's, which has the same compute units.
 TABLE = {"H200": H200, "H100": replace(H200, compiled=574, decode=140, released=185)}
 
 
-JUDGES = {
+REWARD_SECONDS = {
     "hps": (7e-3, 0.6e-3),
     "clip": (7e-3, 0.6e-3),
     "pickscore": (7e-3, 0.6e-3),
     "imagereward": (20e-3, 0.3e-3),
 }
-"""Seconds of a reward's call and, beside it, of each picture in it: float16 on an H200 (docs/rewards.md)."""
+"""Reward name -> seconds per call and seconds per image: float16 on an H200 (docs/rewards.md)."""
 
 
 def rates_of(gpu: str) -> Rates | None:
-    """The table's row for a GPU's name, such as torch gives it; None where there is none."""
+    """The table's rates for a GPU name as torch reports it; None if the table does not have it."""
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
 
 
-def looked_up(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
-    """What the table says of these settings on that GPU; None where it says nothing."""
+def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
+    """Times of these settings on a GPU according to the table; None if the table does not cover them."""
     rates = rates_of(gpu)
-    if rates is None or shape.transformer_params < LEAST_PARAMS or settings.precision != "bfloat16":
+    if rates is None or shape.transformer_params < MIN_TABULATED_PARAMS or settings.precision != "bfloat16":
         return None
     if settings.base_dtype != "compute":
         return None
@@ -117,28 +118,30 @@ def looked_up(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
         decode=shape.decode_flops / (rates.decode_compiled if compiled else rates.decode) / 1e12,
         update=flops / (rates.update_lora if lora else rates.update) / 1e12,
         reward=sum(
-            call / settings.decode_batch + picture
-            for call, picture in (JUDGES.get(name, (0.0, 0.0)) for name in settings.rewards)
+            per_call / settings.decode_batch + per_image
+            for per_call, per_image in (REWARD_SECONDS.get(name, (0.0, 0.0)) for name in settings.rewards)
         ),
-        once=rates.compiling_s if compiled else 0.0,
+        startup=rates.compiling_s if compiled else 0.0,
         source=f"the table of measured rates, {gpu}",
     )
 
 
-def given(shape: FluxShape, seconds_per_forward: float) -> Speeds:
-    """From one figure alone: everything else as if at that forward's rate."""
+def speeds_from_forward(shape: FluxShape, seconds_per_forward: float) -> Speeds:
+    """Times derived from the time of a forward, in seconds per image: all parts run at the same FLOP/s."""
     decode = seconds_per_forward * shape.decode_flops / shape.forward_flops
-    one = seconds_per_forward
-    return Speeds(forward=one, tail=one, decode=decode, update=one, source="one given figure")
+    forward = seconds_per_forward
+    return Speeds(forward, tail=forward, decode=decode, update=forward, source="the given time of a forward")
 
 
-def measure(
+def measure_speeds(
     policy: Policy, settings: Settings, batch: int, rewards: Mapping[str, Reward], example: Prompt
 ) -> Speeds:
-    """Times a few forwards, a decoding, the rewards, and an update's forward and backward, here.
+    """Measures forwards, decoding, rewards, and an update's forward and backward on this machine.
 
     Args:
-        batch: samples of a forward. rewards: what scores an image. example: prompt that they are given.
+        batch: samples per forward.
+        rewards: reward name -> reward; all of them are timed.
+        example: the prompt for which images are scored.
     """
     prompt, networks = example.text, policy.forwards_per_sample
     began = time.perf_counter()
@@ -147,14 +150,15 @@ def measure(
         with policy.tails():  # type: ignore[attr-defined]
             low = settings.tails_precision != "compute"
             tail = measure_forward(policy, batch=batch) if low else forward
-    once = time.perf_counter() - began - 4 * batch * networks * (forward + tail * low)
+    startup = time.perf_counter() - began - 4 * batch * networks * (forward + tail * low)
     images = settings.decode_batch
     metadata = [example.metadata] * images
     latents = torch.zeros(images, *policy.latent_shape, device=policy.device)
     decode = _seconds(lambda: policy.decode(latents), policy) / images
     pixels = policy.decode(latents)
     prompts = [prompt] * images
-    reward = sum(_seconds(partial(ask, one, pixels, prompts, metadata), policy) for one in rewards.values())
+    scoring = (partial(ask, reward, pixels, prompts, metadata) for reward in rewards.values())
+    reward_seconds = sum(_seconds(score, policy) for score in scoring)
     rows = settings.update_batch
     x, sigma, cond = _inputs(policy, rows)
 
@@ -164,11 +168,11 @@ def measure(
     update = _seconds(step, policy) / rows / (3 + settings.gradient_checkpointing) / networks
     for parameter in policy.module.parameters():
         parameter.grad = None
-    return Speeds(forward, tail, decode, update, reward / images, max(0.0, once), "measured here")
+    return Speeds(forward, tail, decode, update, reward_seconds / images, max(0.0, startup), "measured here")
 
 
 def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> float:
-    """Seconds per image of the network's no-grad forward, the best of `repeats` after one to warm up."""
+    """Seconds per image of a network forward without gradient: the best of `repeats`, after a warm-up."""
     x, sigma, cond = _inputs(policy, batch)
     with torch.no_grad():
         velocity = _seconds(lambda: policy.velocity(x, sigma, cond), policy, repeats)
@@ -183,7 +187,7 @@ def _inputs(policy: Policy, batch: int) -> tuple[torch.Tensor, torch.Tensor, Con
 
 
 def _seconds(work: Callable[[], object], policy: Policy, repeats: int = 3) -> float:
-    """The best time of `work`, after one to warm up."""
+    """The shortest of `repeats` times of `work` in seconds, after a warm-up."""
     best = float("inf")
     for repeat in range(repeats + 1):
         began = time.perf_counter()

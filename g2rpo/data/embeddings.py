@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +26,13 @@ from typing import Protocol
 import torch
 
 from g2rpo.models.policy import Conditioning
+from g2rpo.runtime.files import atomic_path, write_atomic
 
 SHARD_PROMPTS = 64
 SHARD_SECONDS = 5.0
+
+SHARDS = "[!.]*.safetensors"
+"""Pattern of complete shards; a shard that is being written has a name that starts with a dot."""
 
 
 class Encoder(Protocol):
@@ -107,7 +110,7 @@ class EmbeddingCache:
     def held(self, policy: Encoder) -> tuple[Path, int, int]:
         """Where this encoder's embeddings lie, how many there are, and their bytes on disk."""
         folder = self._encoder_folder(policy.encoder_identity)
-        size = sum(shard.stat().st_size for shard in folder.glob("*.safetensors"))
+        size = sum(shard.stat().st_size for shard in folder.glob(SHARDS))
         return folder, len(self._open(policy.encoder_identity)), size
 
     def _encoder_folder(self, identity: str) -> Path:
@@ -117,7 +120,7 @@ class EmbeddingCache:
         """Key -> (shard, row), read from the shards' headers at first use."""
         if identity not in self._index:
             index: dict[str, tuple[Path, int]] = {}
-            for shard in sorted(self._encoder_folder(identity).glob("*.safetensors")):
+            for shard in sorted(self._encoder_folder(identity).glob(SHARDS)):
                 index |= {key: (shard, row) for row, key in enumerate(_keys_of(shard))}
             self._index[identity] = index
         return self._index[identity]
@@ -140,16 +143,12 @@ class EmbeddingCache:
         identity = policy.encoder_identity
         keys = [_key(identity, prompt) for prompt in prompts]
         folder = self._encoder_folder(identity)
-        (folder / "identity.txt").write_text(identity + "\n", encoding="utf-8")
+        write_atomic(folder / "identity.txt", identity + "\n")
         # Two processes that encode the same prompts write the same content under the same name.
         shard = folder / f"{hashlib.sha256(''.join(keys).encode()).hexdigest()[:32]}.safetensors"
-        unfinished = shard.with_suffix(f".{os.getpid()}.tmp")
         tensors = {"text": rows.text.contiguous(), "pooled": rows.pooled.contiguous()}
-        try:
-            save_file(tensors, unfinished, metadata={"keys": json.dumps(keys)})
-            os.replace(unfinished, shard)
-        finally:
-            unfinished.unlink(missing_ok=True)  # of an interrupted write
+        with atomic_path(shard) as temporary:
+            save_file(tensors, temporary, metadata={"keys": json.dumps(keys)})
         self._index[identity] |= {key: (shard, row) for row, key in enumerate(keys)}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.config.identity import deciding
+from g2rpo.config.identity import reward_identity
 from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import Prompt
@@ -135,7 +135,9 @@ class Watcher:
             lambda: {name: said for name, one in checked.items() if (said := one.describe())}
         )
         # As JSON has them, so that they equal themselves when read: tuples are lists there, paths words.
-        options = json.loads(json.dumps({n: deciding(c.options) for n, c in checked.items()}, default=str))
+        options = json.loads(
+            json.dumps({n: reward_identity(c.options) for n, c in checked.items()}, default=str)
+        )
         record = drawn | {"scores": {name: values.tolist() for name, values in scores.items()}}
         record |= {"judges": judges, "options": options}
         if rank() == 0:

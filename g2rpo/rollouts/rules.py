@@ -190,7 +190,7 @@ class Singular:
             branches = tuple(branches[b] for b in self._drawn(branches, seed, train_step))
         return Plan(num_steps, branches, finish_anchor=True)
 
-    def aimed(self, spread: Mapping[int, float]) -> Singular:
+    def with_spread(self, spread: Mapping[int, float]) -> Singular:
         """The same rule with what was measured so far: spread of the rewards by noise step."""
         if self.draw == "even" or not spread:
             return self

@@ -1,13 +1,13 @@
-"""Checkpoints: torch.distributed.checkpoint under a temporary name, renamed when whole, then `latest`.
+"""Checkpoints: written by torch.distributed.checkpoint under a temporary name and renamed when complete.
 
     RUN/checkpoints/step_000050/   *.distcp (tensors, sharded as the run is), tensors.json (their index),
-                                   state.json (all that is no tensor)
-    RUN/latest                     "step_000050": the newest whole checkpoint, replaced in one step
-    RUN/best                       likewise the one after the best evaluation, where that is kept (best.py)
+                                   state.json (all values that are not tensors)
+    RUN/latest                     "step_000050": the newest complete checkpoint, replaced atomically
+    RUN/best                       the checkpoint after the best evaluation, if `keep_best` is set (best.py)
 
-A write that is killed leaves a `.tmp` folder, which the next write removes, and `latest` as it was. The sizes
-of the files are noted, so that one that a full or broken disk tore is seen: then the newest whole one counts.
-Weights that no gradient trains (the base under adapters) are not stored: they come with the model.
+A killed write leaves a `.tmp` folder, which the next write removes, and `latest` as it was. File sizes are
+recorded, so that a file truncated by a full or broken disk is detected; then the newest intact checkpoint is
+used. Frozen weights (the base under adapters) are not stored, because they come with the model.
 
 Reading a checkpoint runs no code from it (checkpoint_index.py).
 """
@@ -36,18 +36,18 @@ from g2rpo.run.checkpoint_index import (
     load_tensors,
     pickled_values,
     read_index,
-    single_process_is_meant,
+    without_process_group_warning,
 )
 from g2rpo.run.folder import (
     BEST,
     FILES,
     LATEST,
+    aside_path,
     named_checkpoints,
-    point,
     read_best,
     read_state,
-    set_aside,
     step_name,
+    write_pointer,
 )
 from g2rpo.runtime.files import sync_folder, write_synced
 from g2rpo.runtime.processes import barrier, gathered, rank
@@ -61,7 +61,7 @@ TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a small state of plain numbers, such as a learning-rate schedule."""
+    """An object with a small state of plain JSON values, such as the curriculum."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -77,23 +77,29 @@ def save_checkpoint(
     keep_every: int = 0,
     best: str | None = None,
 ) -> Path:
-    """Writes RUN/checkpoints/step_<iteration>, points `latest` at it and removes what need not stay.
+    """Writes RUN/checkpoints/step_<iteration>, makes `latest` name it and removes older checkpoints.
 
     Args:
-        out: run folder. With several processes all of them call, with the same folder on a shared disk.
-        iteration: optimizer iterations done.
+        out: run folder. All processes call with the same folder on a shared disk.
+        iteration: iterations completed.
         state: `module` (nn.Module), `optimizer` (of that module), mappings of tensors (an EMA), objects with
-            a state_dict of plain numbers (a schedule), and plain JSON values (position, settings); `random`,
-            of `random_state`, in place of the generators as they are.
-        keep_last: newest checkpoints that stay, >= 1.
-        keep_every: those at multiples of this stay as well; 0 = none.
-        best: the judge by whom it is the best: RUN/best names it, and it stays until another is better.
+            a state_dict of plain JSON values (the curriculum), and plain JSON values. `random`, a value of
+            `random_state`, replaces the current state of the generators.
+        keep_last: number of newest checkpoints to keep, >= 1.
+        keep_every: checkpoints at multiples of this are kept as well; 0 = none.
+        best: the reward by which this is the best checkpoint: RUN/best names it, and it is kept until there
+            is a better one. None = it is not the best.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        ValueError: keep_last < 1, too little free space, or a value that is none of the above.
+        ValueError: keep_last < 1, too little free space, or a value of another type.
     """
     if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint must stay")
+        raise ValueError(
+            f"keep_last={keep_last} must be at least 1, because the newest checkpoint is always kept"
+        )
     checkpoints = Path(out) / "checkpoints"
     final = checkpoints / step_name(iteration)
     unfinished = checkpoints / f"{final.name}.tmp"
@@ -108,7 +114,7 @@ def save_checkpoint(
     barrier()
     _check_space(checkpoints, _bytes(tensors))
     try:
-        with single_process_is_meant():
+        with without_process_group_warning():
             dcp.save(tensors, storage_writer=TensorWriter(unfinished, thread_count=_writers()))
     except dcp.CheckpointException as error:
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
@@ -117,41 +123,44 @@ def save_checkpoint(
     if rank() == 0:
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
         write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
-        if final.exists():  # a run that went on from an earlier checkpoint comes by here again
-            shutil.rmtree(set_aside(final), ignore_errors=True)
-            os.replace(final, set_aside(final))
+        if final.exists():  # the run was resumed from an earlier checkpoint
+            shutil.rmtree(aside_path(final), ignore_errors=True)
+            os.replace(final, aside_path(final))
         os.replace(unfinished, final)
         sync_folder(checkpoints)
-        point(Path(out) / LATEST, final.name)
+        write_pointer(Path(out) / LATEST, final.name)
         if best is not None:
-            point(Path(out) / BEST, final.name, best)
+            write_pointer(Path(out) / BEST, final.name, best)
         _prune(checkpoints, iteration, keep_last, keep_every)
-        for leftover in checkpoints.glob("step_*.tmp"):  # last: one of them may have been the only whole one
+        for leftover in checkpoints.glob("step_*.tmp"):  # last: one may have been the only intact one
             shutil.rmtree(leftover)
     barrier()
     return final
 
 
 def _writers() -> int:
-    """Threads that write files, for one alone is slower than a disk; the processes here share the cores."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(8, (os.cpu_count() or 1) // here))
+    """Threads that write files: one thread is slower than a disk, and the local processes share the cores."""
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, (os.cpu_count() or 1) // local_processes))
 
 
 def load_checkpoint(
     path: str | Path, state: Mapping[str, Any], *, restore_random: bool = True
 ) -> dict[str, Any]:
-    """Puts a checkpoint's tensors into the given objects and returns its plain part.
+    """Loads a checkpoint's tensors into the given objects and returns its plain values.
 
     Args:
         path: a checkpoint folder.
-        state: what to load, under the names of save_checkpoint: modules, the optimizer, mappings of tensors
-            and schedules are filled in place. A name may be left out (an export needs only `module`); what
-            is given must match the checkpoint entry by entry. Plain values are not compared.
-        restore_random: set torch's, Python's and numpy's generators too.
+        state: objects to fill in place, under the names given to save_checkpoint: modules, the optimizer,
+            mappings of tensors and Stateful objects. Names may be omitted (an export needs only `module`);
+            those given must match the checkpoint entry by entry. Plain values are not compared.
+        restore_random: also restore torch's, Python's and numpy's generators.
+
+    Returns:
+        The content of state.json: `iteration`, `random` and all values that are not tensors.
 
     Raises:
-        ValueError: not a checkpoint; or a name, an entry or a shape that differs, with what differs.
+        ValueError: not a checkpoint, or a name, entry or shape differs; the message lists the differences.
     """
     path = Path(path)
     rest = read_state(path)
@@ -165,11 +174,11 @@ def load_checkpoint(
             # strict=False only because frozen weights are not in a checkpoint; _check_match was strict.
             set_model_state_dict(value, tensors[name], options=StateDictOptions(strict=False))
         elif isinstance(value, torch.optim.Optimizer):
-            whole = {**tensors[name], GROUPS: groups[name]}
-            set_optimizer_state_dict(state["module"], value, whole, options=TRAINED_ONLY)
+            full_state = {**tensors[name], GROUPS: groups[name]}
+            set_optimizer_state_dict(state["module"], value, full_state, options=TRAINED_ONLY)
         elif isinstance(value, Stateful):
             if name not in rest:
-                raise ValueError(f"{path} holds no {name}; it holds {', '.join(rest)}")
+                raise ValueError(f"{path} contains no {name}; it contains {', '.join(rest)}")
             value.load_state_dict(rest[name])
     if restore_random:
         set_random_state(rest["random"])
@@ -187,7 +196,7 @@ def _tensors(value: Any, state: Mapping[str, Any]) -> Any:
         return get_model_state_dict(value, options=TRAINED_ONLY)
     if isinstance(value, torch.optim.Optimizer):
         if "module" not in state:
-            raise ValueError("an optimizer is stored by its module's names: give `module` with it")
+            raise ValueError("an optimizer is stored by its module's parameter names: give `module` with it")
         return _optimizer_state(state["module"], value)
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -196,14 +205,14 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     fresh = not optimizer.state
     state = get_optimizer_state_dict(module, optimizer, options=TRAINED_ONLY)
     if fresh:
-        # torch fills an empty state by taking a step of size 0, which counts: AdamW's bias correction would
-        # be one step ahead ever after. All zeros is what AdamW starts from.
+        # torch fills an empty state by a step of size 0 and counts it, so that AdamW's bias correction would
+        # stay one step ahead. AdamW starts from zeros.
         for tensor in _flat(state).values():
-            held = local(tensor)
-            held.copy_(torch.zeros(held.shape, dtype=held.dtype))  # zero_ is not for 8-bit moments
+            shard = local(tensor)
+            shard.copy_(torch.zeros(shard.shape, dtype=shard.dtype))  # 8-bit moments do not support zero_
     groups: Any = state["param_groups"]
     for group in groups:
-        group["lr"] = float(group["lr"])  # torchao keeps it in a tensor; the run sets it at each step anyway
+        group["lr"] = float(group["lr"])  # torchao stores a tensor; the run sets the rate at each step anyway
     return state
 
 
@@ -212,20 +221,22 @@ def _optimizers(state: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(path: Path, name: str, rest: Mapping[str, Any], current: list[dict[str, Any]]) -> Any:
-    """The optimizer's settings of a checkpoint, one mapping for each parameter group.
+    """The optimizer's settings in a checkpoint, one mapping per parameter group.
 
     Args:
-        current: those of the optimizer that is loaded into; they say which of them are tuples.
+        current: settings of the optimizer to load into; they tell which values are tuples, which JSON lacks.
     """
     if name in rest:
         stored = rest[name][GROUPS]
     else:  # written by an earlier version, beside the tensors
         values = pickled_values(path)
-        stored = [{key: values[f"{name}.{GROUPS}.{i}.{key}"] for key in own} for i, own in enumerate(current)]
-    tuples = [{key for key, value in own.items() if isinstance(value, tuple)} for own in current]
+        stored = [
+            {key: values[f"{name}.{GROUPS}.{i}.{key}"] for key in group} for i, group in enumerate(current)
+        ]
+    tuples = [{key for key, value in group.items() if isinstance(value, tuple)} for group in current]
     return [
-        {key: tuple(value) if key in these else value for key, value in group.items()}
-        for group, these in zip(stored, tuples, strict=True)
+        {key: tuple(value) if key in tuple_keys else value for key, value in group.items()}
+        for group, tuple_keys in zip(stored, tuples, strict=True)
     ]
 
 
@@ -239,30 +250,30 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _check_match(path: Path, tensors: Mapping[str, Any]) -> None:
-    there = {
+    saved = {
         key: value
         for key, value in read_index(path).state_dict_metadata.items()
         if isinstance(value, TensorStorageMetadata) and key.split(".")[0] in tensors
     }
     given = _flat(tensors)
-    wrong = [f"{key}: not in the checkpoint" for key in given if key not in there]
-    wrong += [f"{key}: only in the checkpoint" for key in there if key not in given]
-    wrong += [
-        f"{key}: shape {list(there[key].size)} in the checkpoint, {list(value.shape)} here"
+    differences = [f"{key}: not in the checkpoint" for key in given if key not in saved]
+    differences += [f"{key}: only in the checkpoint" for key in saved if key not in given]
+    differences += [
+        f"{key}: shape {list(saved[key].size)} in the checkpoint, {list(value.shape)} here"
         for key, value in given.items()
-        if key in there and there[key].size != value.shape
+        if key in saved and saved[key].size != value.shape
     ]
-    if wrong:
-        more = f"\n  … and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"{path} does not fit this run:\n  " + "\n  ".join(wrong[:8]) + more)
+    if differences:
+        more = f"\n  … and {len(differences) - 8} more" if len(differences) > 8 else ""
+        raise ValueError(f"{path} does not fit this run:\n  " + "\n  ".join(differences[:8]) + more)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Tensors under the dotted names that torch.distributed.checkpoint gives them."""
+    """Tensors by the dotted names that torch.distributed.checkpoint gives them."""
     if isinstance(value, Tensor):
         return {prefix: value}
     if not isinstance(value, Mapping):
-        return {}  # an optimizer's settings: torch compares those itself
+        return {}  # an optimizer's settings, which torch compares itself
     flat: dict[str, Tensor] = {}
     for name, item in value.items():
         flat |= _flat(item, f"{prefix}.{name}" if prefix else str(name))
@@ -270,35 +281,38 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _bytes(tensors: Mapping[str, Any]) -> int:
-    # A shard of an FSDP parameter counts with what this process holds of it.
-    held = (local(value) for value in _flat(tensors).values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    # Of an FSDP parameter only this process's shard counts.
+    shards = (local(value) for value in _flat(tensors).values())
+    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def check_room(out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tensor], to_go: int) -> None:
-    """Looks before the loop whether its next checkpoint will fit, not when hours were spent on it.
+def check_checkpoint_space(
+    out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tensor], iterations_left: int
+) -> None:
+    """Checks before the training loop that its next checkpoint will fit on the disk.
 
     Args:
-        out: run folder, there or not. trained: name -> parameter that is trained; AdamW adds two moments of
-            the same size. ema: their averages, or nothing. to_go: iterations to come; with none no
-            checkpoint is to come either.
+        out: run folder, which need not exist yet.
+        trained: name -> trained parameter; AdamW adds two moments of the same size.
+        ema: name -> average, or empty.
+        iterations_left: iterations still to run; with 0 no checkpoint will be written and nothing is checked.
 
     Raises:
-        ValueError: too little free space, on all processes or on none.
+        ValueError: too little free space; raised on all processes or on none.
     """
-    if to_go > 0:
-        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        _check_space(there, 3 * _bytes(trained) + _bytes(ema))
+    if iterations_left > 0:
+        existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        _check_space(existing, 3 * _bytes(trained) + _bytes(ema))
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:
-    """Every rank sums what all will write, so that all of them raise or none does."""
+    """Compares the bytes of all processes with the free space; raises on all of them or on none."""
     parts = gathered((bytes_here, shutil.disk_usage(folder).free))
     needed, free = sum(part[0] for part in parts), min(part[1] for part in parts)
     if free < needed + HEADROOM_BYTES:
         raise ValueError(
             f"a checkpoint needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; "
-            "free some space, or lower keep_last; nothing was written and the last checkpoint is whole"
+            "free some space, or lower keep_last; nothing was written and the last checkpoint is intact"
         )
 
 
@@ -307,5 +321,5 @@ def _prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> N
     best, _ = read_best(checkpoints.parent)
     for step, path in steps[:-keep_last]:
         if path.name != best and (not keep_every or step % keep_every):
-            # Renamed first: a removal that is killed half-way must not look like a checkpoint.
-            os.replace(path, set_aside(path))
+            # Renamed first, because a removal that is killed half-way must not look like a checkpoint.
+            os.replace(path, aside_path(path))

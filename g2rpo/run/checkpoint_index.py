@@ -1,14 +1,14 @@
 """The index of a checkpoint's tensor files, as JSON: reading a checkpoint never runs code from it.
 
-torch.distributed.checkpoint keeps its index as a pickle, `.metadata`, and unpickles whatever it finds there;
-entries that are no tensors are unpickled as well. So a run folder from a stranger could run any program. Here
+torch.distributed.checkpoint stores its index as a pickle, `.metadata`, and unpickles it and all entries that
+are not tensors. Therefore a run folder from an untrusted source could run any program. Here
 
-    tensors.json   name -> dtype, shape, and of each stored chunk its offsets, shape, file, position and bytes
+    tensors.json   name -> dtype, shape, and per stored chunk its offsets, shape, file, position and bytes
 
-takes the place of `.metadata`, and nothing but tensors goes into the files beside it. The tensors themselves
-are read by `torch.load(weights_only=True)`, which accepts tensors alone.
+replaces `.metadata`, and the files beside it contain only tensors, which are read by
+`torch.load(weights_only=True)`.
 
-Checkpoints written by earlier versions have `.metadata`. It is read by an unpickler that knows only the
+Checkpoints written by earlier versions have `.metadata`. It is read by an unpickler that accepts only the
 classes of torch's own index; the plain values of their optimizer are read with `weights_only=True`.
 """
 
@@ -48,35 +48,36 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 class TensorWriter(dcp.FileSystemWriter):
-    """torch's writer, which leaves `tensors.json` in place of the pickled index."""
+    """torch's writer, with `tensors.json` in place of the pickled index."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index; called on one process when all of them have written their files.
+        """Writes the index; called on one process after all processes have written their files.
 
         Raises:
             ValueError: an entry that is not a tensor.
         """
-        stored = {result.index: result.storage_data for of_process in results for result in of_process}
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {name: _entry(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
         write_synced(Path(self.path) / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
 
 
 class TensorReader(dcp.FileSystemReader):
-    """torch's reader, which takes the index from `read_index`."""
+    """torch's reader, with the index from `read_index`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index in torch's own terms.
+        """The index as torch's Metadata.
 
         Raises:
-            ValueError: an index that is missing, damaged, or contains code.
+            ValueError: the index is missing or damaged, or contains code.
         """
         return read_index(Path(self.path))
 
 
 class TensorPlanner(dcp.DefaultLoadPlanner):
-    """torch's planner, which refuses what is not a tensor: torch would unpickle it."""
+    """torch's planner, which rejects entries that are not tensors, because torch would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises ValueError: the entry is not a tensor."""
         raise ValueError(f"{read_item.storage_index.fqn} is not a tensor")
 
 
@@ -84,32 +85,32 @@ def read_index(path: Path) -> Metadata:
     """The index of the checkpoint folder `path`.
 
     Raises:
-        ValueError: it is missing, damaged, or contains code.
+        ValueError: the index is missing or damaged, or contains code.
     """
     index = path / INDEX
     if not index.is_file():
         index = path / PICKLED_INDEX
     if not index.is_file():
-        raise ValueError(f"{path} is not a whole checkpoint: it has no {INDEX}")
+        raise ValueError(f"{path} is not a complete checkpoint: it has no {INDEX}")
     try:
         metadata = (_from_json if index.name == INDEX else _from_pickle)(index)
         for stored in metadata.storage_data.values():
             _check_inside(stored.relative_path)
     except _ContainsCode as error:
-        raise ValueError(code_in(index, str(error))) from error
-    except Exception as error:  # what is no index fails in many ways, all of them harmless
+        raise ValueError(contains_code_message(index, str(error))) from error
+    except Exception as error:  # a file that is not an index fails in many ways, all of them harmless
         raise ValueError(f"{index} is damaged ({type(error).__name__}: {error})") from error
     return metadata
 
 
 def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Fills the given (nested) mappings of tensors in place; names and shapes have been compared before.
+    """Fills the given (nested) mappings of tensors in place; the caller has compared names and shapes.
 
     Raises:
         ValueError: the files are damaged or contain code.
     """
     try:
-        with single_process_is_meant():
+        with without_process_group_warning():
             dcp.load(tensors, storage_reader=TensorReader(path), planner=TensorPlanner())
     except dcp.CheckpointException as error:
         cause = next((e for e, _ in error.failures.values() if not isinstance(e, KeyboardInterrupt)), None)
@@ -123,10 +124,10 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole and on the CPU, by their dotted names ("module.proj_out.weight").
+    """All tensors of a checkpoint, unsharded on the CPU, by dotted name ("module.proj_out.weight").
 
     Raises:
-        ValueError: not a checkpoint, or files that are damaged or contain code.
+        ValueError: not a checkpoint, or its files are damaged or contain code.
     """
     entries = read_index(Path(path)).state_dict_metadata
     tensors = {
@@ -139,10 +140,10 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def pickled_values(path: Path) -> dict[str, Any]:
-    """What a checkpoint of an earlier version stored beside tensors: dotted name -> plain value.
+    """The plain values that a checkpoint of an earlier version stored beside tensors, by dotted name.
 
     Raises:
-        ValueError: a value that contains code, or a damaged file.
+        ValueError: a value contains code, or a file is damaged.
     """
     metadata = read_index(path)
     values = {}
@@ -160,19 +161,19 @@ def pickled_values(path: Path) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: Any, stored: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
-    """One tensor of the index as JSON."""
+    """The index entry of a tensor as JSON values."""
     if not isinstance(entry, TensorStorageMetadata):
-        raise ValueError(f"{name} is not a tensor, and a checkpoint's files hold nothing else")
+        raise ValueError(f"{name} is not a tensor; the files of a checkpoint contain only tensors")
     chunks = []
     for chunk in entry.chunks:
-        place = stored[MetadataIndex(name, chunk.offsets)]
+        info = stored[MetadataIndex(name, chunk.offsets)]
         chunks.append(
             {
                 "offsets": list(chunk.offsets),
                 "shape": list(chunk.sizes),
-                "file": place.relative_path,
-                "position": place.offset,
-                "bytes": place.length,
+                "file": info.relative_path,
+                "position": info.offset,
+                "bytes": info.length,
             }
         )
     dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -199,11 +200,11 @@ def _from_json(index: Path) -> Metadata:
 
 
 def _from_pickle(index: Path) -> Metadata:
-    """The index of an earlier version."""
+    """Reads the index of an earlier version."""
     with open(index, "rb") as stream:
         metadata = _IndexUnpickler(stream).load()
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"it holds a {type(metadata).__name__}")
+        raise ValueError(f"it contains a {type(metadata).__name__}")
     return metadata
 
 
@@ -214,11 +215,11 @@ def _check_inside(file: str) -> None:
 
 
 class _ContainsCode(pickle.UnpicklingError):
-    """A pickle that asks for a function or class other than those of an index."""
+    """A pickle refers to a function or class that does not belong to an index."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's index and no others."""
+    """Accepts only the classes of torch's index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
@@ -251,24 +252,24 @@ _INDEX_CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _unreadable(path: Path, error: BaseException) -> ValueError:
-    """What to say of tensor data that `torch.load(weights_only=True)` does not accept."""
-    if found := re.search(r"GLOBAL (\S+)|unrecognized function (\S+)", str(error)):
-        return ValueError(code_in(path, found[1] or found[2]))
+    """The error for tensor data that `torch.load(weights_only=True)` rejects."""
+    if match := re.search(r"GLOBAL (\S+)|unrecognized function (\S+)", str(error)):
+        return ValueError(contains_code_message(path, match[1] or match[2]))
     return ValueError(f"{path} is damaged: its tensors cannot be read ({type(error).__name__})")
 
 
-def code_in(path: Path, found: str) -> str:
-    """The message for a file that would run code if it were unpickled."""
+def contains_code_message(path: Path, function: str) -> str:
+    """The error message for a file that would call `function` if it were unpickled."""
     return (
-        f"{path} contains code ({found}), and nothing of it was run. A checkpoint holds tensors and plain "
-        "values alone: do not use this folder, and ask its author for an export (g2rpo export), which is "
+        f"{path} contains code ({function}); none of it was run. A checkpoint contains only tensors and "
+        "plain values: do not use this folder, and ask its author for an export (g2rpo export), which is "
         "safetensors"
     )
 
 
 @contextmanager
-def single_process_is_meant() -> Iterator[None]:
-    """Silences torch's notice that there is no process group; it comes even where one asks for that."""
+def without_process_group_warning() -> Iterator[None]:
+    """Silences torch's warning about a missing process group, which a single process does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"

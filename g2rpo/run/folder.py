@@ -1,63 +1,60 @@
-"""The checkpoints of a run folder: which are whole, and which of them RUN/latest and RUN/best name.
+"""The checkpoints of a run folder: which are intact, and which of them RUN/latest and RUN/best name.
 
-    RUN/latest   "step_000050"            RUN/best   "step_000034 verifier": it, and who judged it best
+    RUN/latest   "step_000050"            RUN/best   "step_000034 verifier": checkpoint and selecting reward
 
-Both are files of one line, replaced in one step.
+Both are pointer files of one line and are replaced atomically. An intact checkpoint has all of its files,
+each with the size that was recorded when it was written.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-from g2rpo.runtime.files import sync_folder, write_synced
+from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import rank
 
 LOG = logging.getLogger(__name__)
 
 LATEST, BEST = "latest", "best"
 STEP = re.compile(r"step_(\d{6,})")
-"""The name of a checkpoint's folder."""
+"""Pattern of the name of a checkpoint's folder; the group is the iteration."""
 
 ASIDE = ".old.tmp"
-"""Ends the name of a checkpoint that is about to be replaced or removed."""
+"""Suffix of a checkpoint that is about to be replaced or removed."""
 
 INDEX = "tensors.json"
-"""Where a checkpoint's tensors are in its files."""
+"""File of a checkpoint that lists the position of each tensor."""
 
 PICKLED_INDEX = ".metadata"
-"""The same in checkpoints of earlier versions."""
+"""The index of checkpoints of earlier versions."""
 
 FILES = "files"
-"""Key of state.json: the sizes of the files beside it."""
+"""Key of state.json: file name -> size in bytes, for the other files of the checkpoint."""
 
 
 def step_name(iteration: int) -> str:
-    """Of the checkpoint after so many iterations."""
+    """Folder name of the checkpoint after `iteration` iterations, such as step_000050."""
     return f"step_{iteration:06d}"
 
 
-def point(pointer: Path, name: str, judge: str = "") -> None:
-    """Lets RUN/latest or RUN/best name a checkpoint."""
-    unfinished = pointer.with_name(f"{pointer.name}.tmp")
-    write_synced(unfinished, f"{name} {judge}".strip() + "\n")
-    os.replace(unfinished, pointer)
-    sync_folder(pointer.parent)
+def write_pointer(pointer: Path, name: str, reward: str = "") -> None:
+    """Makes RUN/latest or RUN/best name a checkpoint; for RUN/best with the reward that selected it."""
+    write_atomic(pointer, f"{name} {reward}".strip() + "\n")
 
 
 def read_pointer(pointer: Path) -> str:
-    """The checkpoint that RUN/latest or RUN/best names; empty where it is missing or names none."""
+    """Name of the checkpoint in RUN/latest or RUN/best; "" if the file is missing or names none."""
     text = pointer.read_text(encoding="utf-8", errors="replace") if pointer.is_file() else ""
     name = text.strip().partition(" ")[0]
     return name if STEP.fullmatch(name) else ""
 
 
 def read_best(out: str | Path) -> tuple[str, str]:
-    """The checkpoint's name and the judge in RUN/best; two empty ones where there is none, or rubbish."""
+    """Names of the checkpoint and the reward in RUN/best; ("", "") if it is missing or names none."""
     pointer = Path(out) / BEST
     if not (name := read_pointer(pointer)):
         return "", ""
@@ -65,13 +62,13 @@ def read_best(out: str | Path) -> tuple[str, str]:
 
 
 def latest_checkpoint(out: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run folder, or None where the run has not saved one yet.
+    """The newest intact checkpoint of a run folder, or None if the run has not saved one yet.
 
-    That is the one that `latest` names. Where `latest` is missing, empty, or names a checkpoint that is
-    missing or damaged, it is the newest of those that are whole, and a warning in the log says so.
+    This is the checkpoint that `latest` names. If `latest` is missing or empty, or names a checkpoint that is
+    missing or damaged, it is the newest intact one, and a warning in the log says so.
 
     Raises:
-        ValueError: there are checkpoints, or `latest` says so, but none is whole.
+        ValueError: `latest` or checkpoints exist, but no checkpoint is intact.
     """
     latest, checkpoints = Path(out) / LATEST, Path(out) / "checkpoints"
     name = read_pointer(latest)
@@ -84,26 +81,29 @@ def latest_checkpoint(out: str | Path) -> Path | None:
     why = f"{latest} names {name or 'none'} ({problem})" if latest.exists() else f"{latest} is missing"
     problems = []
     for path in reversed(saved):
-        if not (found := damage(path)):
-            _warn_once(f"{why}; using the newest whole checkpoint, {path.name}")
+        if not (problem := damage(path)):
+            _warn_once(f"{why}; using the newest intact checkpoint, {path.name}")
             return path
-        problems.append(f"{path.name}: {found}")
+        problems.append(f"{path.name}: {problem}")
     raise ValueError(
-        f"{why}, and there is no whole checkpoint in {checkpoints}"
-        + "".join(f"\n  {each}" for each in problems)
+        f"{why}, and there is no intact checkpoint in {checkpoints}"
+        + "".join(f"\n  {problem}" for problem in problems)
         + "\nNothing was changed. Restore the files from a copy, or start a new run in another out=FOLDER."
     )
 
 
 def repair_latest(out: str | Path, checkpoint: Path) -> None:
-    """Lets `latest` name the checkpoint from which a run goes on. The first process writes."""
+    """Makes `latest` name the checkpoint from which a run is resumed. The first process writes."""
     latest = Path(out) / LATEST
     if rank() == 0 and STEP.fullmatch(checkpoint.name) and read_pointer(latest) != checkpoint.name:
-        point(latest, checkpoint.name)
+        write_pointer(latest, checkpoint.name)
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a checkpoint's files, in words; empty for a whole one. Reads sizes, not contents."""
+    """Description of what is wrong with a checkpoint's files; "" if it is intact.
+
+    Compares sizes, not contents.
+    """
     if not STEP.fullmatch(path.name.removesuffix(ASIDE)) or not path.is_dir():
         return "no such checkpoint"
     try:
@@ -114,8 +114,8 @@ def damage(path: Path) -> str:
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if (there := file.stat().st_size) != size:
-            return f"{name} has {there} of its {size} bytes"
+        if (actual := file.stat().st_size) != size:
+            return f"{name} has {actual} of its {size} bytes"
     return (
         ""
         if any((path / index).is_file() for index in (INDEX, PICKLED_INDEX))
@@ -124,17 +124,17 @@ def damage(path: Path) -> str:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The plain part of a checkpoint: `iteration` and everything saved that was no tensor.
+    """The content of a checkpoint's state.json: `iteration` and all saved values that are not tensors.
 
     Raises:
-        ValueError: not a checkpoint.
+        ValueError: not a checkpoint, or a damaged state.json.
     """
     file = Path(path) / "state.json"
     if not file.is_file():
-        raise ValueError(f"{path} is not a checkpoint: it holds no state.json")
+        raise ValueError(f"{path} is not a checkpoint: it contains no state.json")
     try:
         state: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("iteration"), int):
         raise ValueError(f"{file} is damaged: it does not say after which iteration it was written")
@@ -142,22 +142,22 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def named_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Checkpoints, oldest first: a name without .tmp was given when all was written."""
-    found = [(STEP.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    """(iteration, path) of the checkpoints with a final name, oldest first; that name is given last."""
+    matches = [(STEP.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _saved(checkpoints: Path) -> list[Path]:
-    """Checkpoints, oldest first, with those that a killed run had set aside and not replaced."""
-    found = {path.name: (step, path) for step, path in named_checkpoints(checkpoints)}
+    """Checkpoints, oldest first, including those that a killed run set aside and did not replace."""
+    by_name = {path.name: (step, path) for step, path in named_checkpoints(checkpoints)}
     for path in checkpoints.glob(f"step_*{ASIDE}"):
         if match := STEP.fullmatch(path.name.removesuffix(ASIDE)):
-            found.setdefault(match[0], (int(match[1]), path))
-    return [path for _, path in sorted(found.values())]
+            by_name.setdefault(match[0], (int(match[1]), path))
+    return [path for _, path in sorted(by_name.values())]
 
 
-def set_aside(path: Path) -> Path:
-    """The name of a checkpoint that is about to be replaced or removed."""
+def aside_path(path: Path) -> Path:
+    """The path to which a checkpoint is renamed before it is replaced or removed."""
     return path.with_name(path.name + ASIDE)
 
 
@@ -165,7 +165,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(message: str) -> None:
-    """Several parts of a command ask for the newest checkpoint; the user needs to read this once."""
+    """Logs a warning once per process: several parts of a command look up the newest checkpoint."""
     if rank() == 0 and message not in _warned:
         _warned.add(message)
         LOG.warning("%s", message)

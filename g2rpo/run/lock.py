@@ -1,4 +1,4 @@
-"""A run folder is one run's at a time: two would mix their metrics and remove each other's checkpoints."""
+"""The lock of a run folder: two runs in one folder would mix metrics and remove each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,65 +11,66 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from g2rpo.config.settings import Settings
+from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import any_process, barrier, rank
 
 LOG = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""File in a run folder, held by the process that writes there; the system lets go of it however that ends."""
+"""Lock file in a run folder. The operating system releases the lock when its process ends in any way."""
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keeps a run folder to this run; one that is not there yet is taken by `begin`.
+def exclusive(out: Path) -> Iterator[None]:
+    """Locks a run folder for this run until exit. A folder that does not exist is locked by `begin_run`.
 
-    Of several processes the first holds it for all; it asks before they are joined.
+    With several processes the first (RANK=0) takes the lock for all, before the process group exists.
 
     Raises:
-        ValueError: another run is at work there.
+        ValueError: another run is using the folder.
     """
     lock = _lock(out)
-    first = os.environ.get("RANK", "0") == "0"
-    there = out.is_dir() and os.access(out, os.W_OK)  # else the settings' own check has something to say
-    if first and there and not _taken(lock):
-        raise ValueError(_busy(out))
+    is_first = os.environ.get("RANK", "0") == "0"
+    lockable = out.is_dir() and os.access(out, os.W_OK)  # otherwise check_files reports the problem
+    if is_first and lockable and not _acquired(lock):
+        raise ValueError(_in_use(out))
     try:
         yield
     finally:
         lock.release(force=True)
 
 
-def begin(out: Path, settings: Settings) -> None:
-    """Makes the run folder, takes it and leaves the settings there. All processes call; the first writes.
+def begin_run(out: Path, settings: Settings) -> None:
+    """Creates and locks the run folder and writes config.toml. All processes call; the first one writes.
 
     Raises:
-        ValueError: another run, begun meanwhile, is at work there.
+        ValueError: another run, started in the meantime, is using the folder.
     """
-    barrier()  # all have read what the folder holds
+    barrier()  # all processes have read the folder's contents
     if rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
-    if any_process(rank() == 0 and not _taken(_lock(out))):
-        raise ValueError(_busy(out))
+    if any_process(rank() == 0 and not _acquired(_lock(out))):
+        raise ValueError(_in_use(out))
     if rank() == 0:
-        (out / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
+        write_atomic(out / "config.toml", settings.to_toml())
     barrier()
 
 
 def _lock(out: Path) -> FileLock:
-    return FileLock(out / LOCK, timeout=0, is_singleton=True)  # the same one each time, for the same path
+    return FileLock(out / LOCK, timeout=0, is_singleton=True)  # the same object each time for the same path
 
 
-def _taken(lock: FileLock) -> bool:
+def _acquired(lock: FileLock) -> bool:
     try:
         lock.acquire()
     except Timeout:
         return False
-    except NotImplementedError:  # Lustre may be mounted without; newer versions of filelock make do
+    except NotImplementedError:  # some Lustre mounts; newer versions of filelock fall back by themselves
         LOG.warning(
-            "%s: this file system has no locks: see to it that one run alone writes there", lock.lock_file
+            "%s: this file system has no locks: make sure that only one run writes there", lock.lock_file
         )
     return True
 
 
-def _busy(out: Path) -> str:
-    return f"another run is at work in {out}: wait for it, stop it, or give another out=FOLDER"
+def _in_use(out: Path) -> str:
+    return f"another run is using {out}: wait for it, stop it, or give another out=FOLDER"

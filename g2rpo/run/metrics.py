@@ -1,17 +1,17 @@
-"""What a run says while it runs: metrics.jsonl, TensorBoard, and a line or a live table on the terminal.
+"""The metrics of a run: metrics.jsonl and TensorBoard event files.
 
-metrics.jsonl has one JSON object a line with at least `step`. It is the record: a resume cuts off the
-lines past the checkpoint that it goes on from, and touches no other byte.
+metrics.jsonl has one JSON object per line with at least `step`. When a run is resumed, the lines after its
+checkpoint are removed; all other bytes stay as they are.
 """
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import rank
 
 if TYPE_CHECKING:
@@ -19,22 +19,19 @@ if TYPE_CHECKING:
 
 
 class MetricsWriter:
-    """Appends to OUT/metrics.jsonl and, if wanted, to TensorBoard events in OUT.
-
-    Of several processes, one writes.
-    """
+    """Appends to OUT/metrics.jsonl and, on request, to TensorBoard events; on the first process only."""
 
     def __init__(self, out: str | Path, *, resumed_step: int | None = None, tensorboard: bool = True) -> None:
         """Opens the files.
 
         Args:
-            out: run folder, made if need be.
-            resumed_step: the checkpoint's step: later lines are cut off. None starts a run: the file must not
-                hold lines yet.
+            out: run folder; created if it does not exist.
+            resumed_step: iteration of the checkpoint that is resumed; later lines are removed. None starts a
+                new run, whose file must not contain lines yet.
             tensorboard: write event files too.
 
         Raises:
-            ValueError: lines of an earlier run where a new one starts, or a broken line among them.
+            ValueError: a new run where the file has lines of an earlier one, or an invalid line in the file.
         """
         self._out = Path(out)
         self._file: TextIO | None = None
@@ -46,8 +43,8 @@ class MetricsWriter:
         if resumed_step is not None:
             truncate_metrics(self.path, resumed_step)
         elif self.path.exists() and self.path.stat().st_size:
-            raise ValueError(f"{self.path} holds an earlier run; resume it, or give another out=FOLDER")
-        # Line-buffered: what a killed run had measured is in the file.
+            raise ValueError(f"{self.path} contains an earlier run; resume it, or give another out=FOLDER")
+        # Line-buffered, so that the file of a killed run has all complete lines.
         self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         if tensorboard:
             from torch.utils import tensorboard as events
@@ -56,13 +53,13 @@ class MetricsWriter:
             self._events = events.SummaryWriter(str(self._out), purge_step=purge)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """One line; its numbers go to TensorBoard too. NaN and infinity, which JSON lacks, become null.
+        """Writes one line, and its numbers to TensorBoard. NaN and infinity, which JSON lacks, become null.
 
         Raises:
-            ValueError: no `step`.
+            ValueError: `step` is missing.
         """
         if "step" not in metrics:
-            raise ValueError(f"a line of metrics needs its step, got only {', '.join(metrics)}")
+            raise ValueError(f"a line of metrics needs `step`, got only {', '.join(metrics)}")
         line = {name: _finite(value) for name, value in metrics.items()}
         if self._file is not None:
             self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
@@ -72,12 +69,12 @@ class MetricsWriter:
                     self._events.add_scalar(name, value, global_step=metrics["step"])
 
     def images(self, name: str, step: int, image: Any) -> None:
-        """A picture for TensorBoard: tensor [3, H, W] in [0, 1]. The files of a run are written elsewhere."""
+        """Adds an image to TensorBoard only: tensor [3, H, W] in [0, 1]."""
         if self._events is not None:
             self._events.add_image(name, image, global_step=step)
 
     def close(self) -> None:
-        """Writes what is buffered and closes the files."""
+        """Flushes and closes the files."""
         if self._file is not None:
             self._file.close()
         if self._events is not None:
@@ -97,10 +94,10 @@ def _finite(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a kill tore is left out.
+    """The lines of a metrics.jsonl, without an incomplete last line of a killed run.
 
     Raises:
-        ValueError: a broken line elsewhere; the message names file and line.
+        ValueError: an invalid line elsewhere; the message gives file and line number.
     """
     return [line for line, _ in _read_lines(Path(path))]
 
@@ -108,7 +105,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _read_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     raw = path.read_bytes().split(b"\n")
     lines = []
-    # What follows the last line break is empty, or a line that was being written when the run was killed.
+    # After the last line break comes nothing, or a line that was incomplete when the run was killed.
     for number, text in enumerate(raw[:-1], start=1):
         try:
             line = json.loads(text)
@@ -121,16 +118,10 @@ def _read_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def truncate_metrics(path: str | Path, step: int) -> None:
-    """Cuts off the lines past `step`, and a torn last line; all other bytes stay. A missing file is fine."""
+    """Removes the lines after iteration `step` and an incomplete last line; does nothing without a file."""
     path = Path(path)
     if not path.exists():
         return
     kept = b"".join(raw for line, raw in _read_lines(path) if line["step"] <= step)
-    if kept == path.read_bytes():
-        return
-    whole = path.with_name(path.name + ".tmp")
-    with open(whole, "wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(whole, path)
+    if kept != path.read_bytes():
+        write_atomic(path, kept)

@@ -1,4 +1,4 @@
-"""What a run is to whoever started it: its folder, how far it got, and why it stopped."""
+"""The state of a run as its user sees it: resumable, finished, or stopped, and its one-line description."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from g2rpo.config.settings import Settings
 from g2rpo.models.policy import Policy
 from g2rpo.run.folder import BEST, LATEST, latest_checkpoint, read_state
 from g2rpo.run.metrics import read_metrics
+from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import world_size
 
 
 def checkpoint_to_resume(settings: Settings) -> Path | None:
-    """The run folder's newest checkpoint, if these settings go on from it. Before any model is loaded.
+    """The newest checkpoint of the run folder if these settings resume it, or None for a new run.
+
+    Called before any model is loaded.
 
     Raises:
-        ValueError: a run of other settings, one that is further already, or none where one must be.
+        ValueError: the folder contains a run with other settings or with more iterations, or the folder does
+            not agree with `resume`.
     """
     out = Path(settings.out).expanduser()
     for name in (LATEST, *([BEST] if settings.keep_best is not None else [])):
         if (out / name).is_dir():
             raise ValueError(
-                f"{out / name} is a folder, and the run needs that name for a file: move it away"
+                f"{out / name} is a folder, and the run needs that name for a file: move the folder"
             )
     begun = (out / "config.toml").is_file()
     checkpoint = latest_checkpoint(out)
     if settings.resume == "never" and (begun or checkpoint is not None):
-        raise ValueError(f"{out} holds a run and resume='never'; give another out=FOLDER")
+        raise ValueError(f"{out} contains a run and resume='never'; give another out=FOLDER")
     if settings.resume == "latest" and checkpoint is None:
-        raise ValueError(f"resume='latest', but {out} holds no checkpoint; drop it to start a run")
+        raise ValueError(f"resume='latest', but {out} contains no checkpoint; omit resume to start a new run")
     if begun or checkpoint is not None:
         check_same_run(read_settings(out), settings)
     if checkpoint is not None and (done := read_state(checkpoint)["iteration"]) > settings.iterations:
-        raise ValueError(
-            f"iterations={settings.iterations}, but {out} has done {done}; give at least so many"
-        )
+        raise ValueError(f"iterations={settings.iterations}, but {out} has done {done}; give at least {done}")
     return checkpoint
 
 
-def started_again(out: Path) -> str:
-    """What to say where a run begins at iteration 0 in a folder that already has metrics of iterations."""
+def restart_note(out: Path) -> str:
+    """A note for a run that starts at iteration 0 in a folder that already has metrics; "" otherwise."""
     file = out / "metrics.jsonl"
     done = max((line["step"] for line in read_metrics(file)), default=0) if file.is_file() else 0
     if done == 0:
@@ -58,37 +60,42 @@ def started_again(out: Path) -> str:
 
 
 FINISHED = "finished"
-"""File in a run folder: the number of iterations after which nothing was left to do."""
+"""File in a run folder with the number of iterations after which the run was complete."""
 
 
 def mark_finished(out: Path, iterations: int) -> None:
-    """Called once all that follows the last iteration is drawn, scored and written."""
-    (out / FINISHED).write_text(f"{iterations}\n", encoding="utf-8")
+    """Records that all iterations, and the images and scores that follow the last one, are complete."""
+    write_atomic(out / FINISHED, f"{iterations}\n")
 
 
 def is_finished(settings: Settings) -> bool:
-    """Whether a run of these settings went to its end, what it draws and scores there included."""
+    """Whether the run of these settings is complete, including the images and scores after its end."""
     path = Path(settings.out).expanduser() / FINISHED
     return path.is_file() and path.read_text(encoding="utf-8").strip() == str(settings.iterations)
 
 
-def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
-    """A line on what is trained, how much an iteration takes, and where; another of what warns."""
+def describe_run(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
+    """One line about what is trained, forwards per iteration and device; a second line if there is a warning.
+
+    Args:
+        parameters: name -> trained parameter.
+        step: iterations already completed.
+    """
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     count = sum(p.numel() for p in parameters.values())
     plan = algorithm.plan.plan(algorithm.num_steps, settings.seed, step)
     nfe = plan.nfe(settings.group_size, policy.forwards_per_sample)["total"]
     what = f"adapters of rank {settings.lora_rank}" if settings.lora_rank else "all weights"
-    many = f" on {world_size()} processes" if world_size() > 1 else ""
-    own = f" with {settings.weights}" if settings.weights else ""
-    where = f"from iteration {step} on, " if step else ""
-    warned = f"\n{warning}" if (warning := coarse_tails(plan)) else ""
+    processes = f" on {world_size()} processes" if world_size() > 1 else ""
+    weights = f" with {settings.weights}" if settings.weights else ""
+    resumed = f"from iteration {step} on, " if step else ""
+    warning = f"\n{text}" if (text := coarse_tails(plan)) else ""
     return (
-        f"{settings.algorithm} on {settings.model}{own}: {what} ({count / 1e6:.1f} M){many}, "
-        f"{settings.prompts_per_iteration} prompts x {nfe} forwards an iteration, {where}"
-        f"{policy.device}, {settings.precision}; folder {Path(settings.out).expanduser()}{warned}"
+        f"{settings.algorithm} on {settings.model}{weights}: {what} ({count / 1e6:.1f} M){processes}, "
+        f"{settings.prompts_per_iteration} prompts x {nfe} forwards per iteration, {resumed}"
+        f"{policy.device}, {settings.precision}; folder {Path(settings.out).expanduser()}{warning}"
     )
 
 
 class RunStopped(ValueError):
-    """The run cannot go on; the message says which checkpoint remains and what to do."""
+    """The run cannot continue; the message says which checkpoint remains and what to do."""

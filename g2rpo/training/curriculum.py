@@ -1,13 +1,14 @@
-"""Where an iteration's forwards go: which prompts, and which noise steps, by what the rewards told so far.
+"""Choice of an iteration's prompts and noise steps from the rewards of earlier iterations.
 
-    skip_flat     a prompt whose group got equal rewards taught nothing: it is passed over at its next visit
-    step_draw     steps are drawn by the spread of their rewards (plans.Singular)
+    skip_flat     a prompt whose group got equal rewards gave no gradient: its next visit is skipped
+    step_draw     noise steps are drawn in proportion to the spread of their rewards (rollouts/rules.py)
 
-Every process sees the rewards of all groups and comes to the same answer; it is kept in the checkpoints.
+Every process sees the rewards of all groups and makes the same choice. The state is kept in the checkpoints.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,85 +19,95 @@ from g2rpo.data.stream import PromptStream
 from g2rpo.rollouts.rules import PlanRule
 from g2rpo.rollouts.score import Rollout
 
-KEPT = 0.9
-"""Share of a step's running spread that stays at each visit."""
+SPREAD_DECAY = 0.9
+"""Weight of the previous value in the running mean of a noise step's reward spread."""
 
 Rule = TypeVar("Rule", bound=PlanRule)
 
 
-class Focus:
-    """The position in the stream of prompts, prompts to pass over, and the running spread of each step.
+class Curriculum:
+    """The position in the prompt stream, the prompts to skip, and the running reward spread of each step.
 
     Attributes:
-        position: prompts taken from the stream so far, those passed over included.
+        stream: the training prompts.
+        skip_flat: whether the next visit of a prompt whose group had equal rewards is skipped.
+        position: number of prompts taken from the stream so far, including skipped ones.
     """
 
     def __init__(
-        self, stream: PromptStream, skip_flat: bool = False, kept: Mapping[str, Any] | None = None
+        self, stream: PromptStream, skip_flat: bool = False, saved: Mapping[str, Any] | None = None
     ) -> None:
-        """`kept` is what `state_dict` gave in the run that goes on: it says which prompts it had.
-
-        Raises:
-            ValueError: others than now.
-        """
-        self.stream, self.skip_flat, self.position = stream, skip_flat, 0
-        if kept and kept.get("prompts", stream.identity) != stream.identity:
-            raise ValueError(
-                "the prompts have changed since this run began, and a place among them means others now: "
-                "give the prompts as they were, or another out=FOLDER"
-            )
-        self._flat: dict[str, None] = {}  # an ordered set
-        self._spread: dict[str, dict[int, float]] = {}
-
-    def upcoming(self, count: int) -> list[int]:
-        """Positions of the next `count` prompts. Looks up, moves nothing."""
-        return self._walk(count)[0]
-
-    def aimed(self, rule: Rule) -> Rule:
-        """The rule with the measured spread by noise step, if it is one that draws steps by it."""
-        aim = getattr(rule, "aimed", None)
-        return rule if aim is None else aim(self.spread())
-
-    def spread(self) -> dict[int, float]:
-        """By noise step, over the mean of all steps seen: the mean over the rewards."""
-        found: dict[int, list[float]] = {}
-        for by_step in filter(None, self._spread.values()):
-            usual = sum(by_step.values()) / len(by_step)
-            for step, value in by_step.items():
-                found.setdefault(step, []).append(value / usual if usual else 0.0)
-        return {step: sum(values) / len(values) for step, values in sorted(found.items())}
-
-    def see(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], rewards: Sequence[str]
-    ) -> dict[str, float]:
-        """Takes note of an iteration that is done and moves on in the stream.
+        """Starts at the beginning of the stream; `load_state_dict` restores the state of a checkpoint.
 
         Args:
-            rollouts, advantages: of all processes, in the order of the positions.
+            saved: value of `state_dict` in the run that is resumed; only its prompts are compared here.
+
+        Raises:
+            ValueError: the prompts differ from those in `saved`.
+        """
+        self.stream, self.skip_flat, self.position = stream, skip_flat, 0
+        if saved and saved.get("prompts", stream.identity) != stream.identity:
+            raise ValueError(
+                "the prompts have changed since this run began, so its position in them is no longer valid: "
+                "give the prompts as they were, or another out=FOLDER"
+            )
+        self._flat: dict[str, None] = {}  # an ordered set of texts
+        self._spread: dict[str, dict[int, float]] = {}  # reward name -> noise step -> running spread
+
+    def upcoming(self, count: int) -> list[int]:
+        """Stream positions (prompt_index) of the next `count` prompts; does not change the state."""
+        return self._walk(count)[0]
+
+    def with_spread(self, rule: Rule) -> Rule:
+        """The plan rule with the measured spread by noise step, if it draws steps in proportion to it."""
+        with_spread = getattr(rule, "with_spread", None)
+        return rule if with_spread is None else with_spread(self.spread())
+
+    def spread(self) -> dict[int, float]:
+        """Noise step -> reward spread over its mean over all steps, averaged over the rewards; unitless."""
+        by_step: dict[int, list[float]] = {}
+        for of_reward in filter(None, self._spread.values()):
+            mean = sum(of_reward.values()) / len(of_reward)
+            for step, value in of_reward.items():
+                by_step.setdefault(step, []).append(value / mean if mean else 0.0)
+        return {step: sum(values) / len(values) for step, values in sorted(by_step.items())}
+
+    def observe(
+        self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], rewards: Sequence[str]
+    ) -> dict[str, float]:
+        """Records a completed iteration and advances in the stream.
+
+        Args:
+            rollouts: of all processes, in the order of `upcoming`.
+            advantages: [K, G] per rollout, in the same order.
             rewards: names on the rollouts' axis R.
 
         Returns:
-            Metrics: flat_groups, the number of groups that taught nothing, and passed_over, with skip_flat.
+            Metrics: flat_groups, the number of groups without any advantage, and with skip_flat passed_over,
+            the number of skipped prompts.
         """
-        positions, self.position, passed = self._walk(len(rollouts))
-        for text in passed:
+        positions, self.position, skipped = self._walk(len(rollouts))
+        for text in skipped:
             del self._flat[text]
-        # A group without two scores taught nothing either, but its prompt is not to blame.
+        # A group with fewer than two scores gave no gradient either, but not because of its prompt.
         flat = [
-            bool((one == 0).all()) and int(rollout.valid.sum(1).max()) > 1
-            for rollout, one in zip(rollouts, advantages, strict=True)
+            bool((advantage == 0).all()) and int(rollout.valid.sum(1).max()) > 1
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
         ]
         if self.skip_flat:
             for position, is_flat in zip(positions, flat, strict=True):
                 if is_flat:
                     self._flat[self.stream.at(position, 1)[0].text] = None
-        self._note_spread(rollouts, rewards)
-        told = {"flat_groups": float(sum(flat))}
-        return told | ({"passed_over": float(len(passed))} if self.skip_flat else {})
+        self._record_spread(rollouts, rewards)
+        metrics = {"flat_groups": float(sum(flat))}
+        return metrics | ({"passed_over": float(len(skipped))} if self.skip_flat else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
-        spread = {name: {str(k): v for k, v in one.items()} for name, one in self._spread.items()}
+        """The state as JSON values, for a checkpoint."""
+        spread = {
+            name: {str(step): value for step, value in by_step.items()}
+            for name, by_step in self._spread.items()
+        }
         return {
             "position": self.position,
             "prompts": self.stream.identity,
@@ -105,34 +116,37 @@ class Focus:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Restores a state from `state_dict`."""
         self.position = state["position"]
         self._flat = dict.fromkeys(state["flat"])
-        self._spread = {name: {int(k): v for k, v in one.items()} for name, one in state["spread"].items()}
+        self._spread = {
+            name: {int(step): value for step, value in by_step.items()}
+            for name, by_step in state["spread"].items()
+        }
 
     def _walk(self, count: int) -> tuple[list[int], int, list[str]]:
-        """Positions of `count` prompts, the position after them, and the prompts passed over, each once."""
+        """Positions of the next `count` prompts, the position after them, and the skipped texts."""
         positions: list[int] = []
-        passed: dict[str, None] = {}
-        at = self.position
+        skipped: dict[str, None] = {}
+        position = self.position
         while len(positions) < count:
-            text = self.stream.at(at, 1)[0].text if self._flat else ""
-            if text in self._flat and text not in passed:
-                passed[text] = None
+            text = self.stream.at(position, 1)[0].text if self._flat else ""
+            if text in self._flat and text not in skipped:
+                skipped[text] = None
             else:
-                positions.append(at)
-            at += 1
-        return positions, at, list(passed)
+                positions.append(position)
+            position += 1
+        return positions, position, list(skipped)
 
-    def _note_spread(self, rollouts: Sequence[Rollout], rewards: Sequence[str]) -> None:
-        every = torch.stack([r.rewards for r in rollouts])  # [P, R, K or 1, J, G]
+    def _record_spread(self, rollouts: Sequence[Rollout], rewards: Sequence[str]) -> None:
+        scores = torch.stack([r.rewards for r in rollouts])  # [P, R, K or 1, J, G]
         steps = rollouts[0].step.flatten().tolist()
-        if every.shape[2] != len(steps):
-            return  # one image judges a whole path: nothing tells its steps apart
-        mean = every.nanmean(-1, keepdim=True)
-        spread = (every - mean).square().nanmean(-1).sqrt().nanmean(-1).nanmean(0)  # [R, K]
+        if scores.shape[2] != len(steps):
+            return  # one image scores an entire path, which says nothing about its single steps
+        mean = scores.nanmean(-1, keepdim=True)
+        spread = (scores - mean).square().nanmean(-1).sqrt().nanmean(-1).nanmean(0)  # [R, K]
         for name, values in zip(rewards, spread.tolist(), strict=True):
-            kept = self._spread.setdefault(name, {})
+            running = self._spread.setdefault(name, {})
             for step, value in zip(steps, values, strict=True):
-                if value == value:  # not a number where no member has this reward
-                    kept[step] = KEPT * kept.get(step, value) + (1 - KEPT) * value
+                if not math.isnan(value):  # NaN: no member has this reward
+                    running[step] = SPREAD_DECAY * running.get(step, value) + (1 - SPREAD_DECAY) * value

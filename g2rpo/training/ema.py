@@ -1,4 +1,4 @@
-"""The running mean of the weights (an EMA), and weights that are swapped in for a while."""
+"""The exponential moving average (EMA) of the weights, and temporary replacement of weights."""
 
 from __future__ import annotations
 
@@ -12,28 +12,42 @@ from g2rpo.runtime.sharding import local
 
 
 @contextmanager
-def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Parameters that have `values` for a while, such as their running mean; the others keep their own."""
-    live = {name: parameters[name].detach().clone() for name in values}
+def swapped_weights(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Temporarily loads `values` and restores the originals on exit.
+
+    Args:
+        parameters: name -> parameter, changed in place.
+        values: name -> replacement of the same shape and sharding, such as the EMA. Parameters without an
+            entry keep their own values.
+    """
+    originals = {name: parameters[name].detach().clone() for name in values}
 
     @torch.no_grad()
-    def put(source: Mapping[str, Tensor]) -> None:
+    def load(source: Mapping[str, Tensor]) -> None:
         for name, value in source.items():
             local(parameters[name]).copy_(local(value))
 
     try:
-        put(values)
+        load(values)
         yield
     finally:
-        put(live)
+        load(originals)
 
 
 @torch.no_grad()
-def follow(means: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float, step: int) -> None:
-    """Moves running means of the weights (an EMA) on, after `step` iterations and this one.
+def update_ema(
+    ema: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float, iteration: int
+) -> None:
+    """Updates the EMA in place: ema += (1 - d) (parameter - ema), d = min(decay, (n + 1) / (n + 10)).
 
-    Young averages follow quickly: the first iterations would otherwise be mostly the base model.
+    The decay is smaller at first, because otherwise early averages would be mostly the base model.
+
+    Args:
+        ema: name -> average; if empty, nothing happens.
+        parameters: name -> current parameter, with the same names in the same order.
+        decay: in [0, 1).
+        iteration: n, the iterations completed before this one.
     """
-    if means:
-        mean, now = ([local(t) for t in some.values()] for some in (means, parameters))
-        torch._foreach_lerp_(mean, now, 1 - min(decay, (step + 1) / (step + 10)))
+    if ema:
+        averages, current = ([local(t) for t in tensors.values()] for tensors in (ema, parameters))
+        torch._foreach_lerp_(averages, current, 1 - min(decay, (iteration + 1) / (iteration + 10)))

@@ -1,8 +1,8 @@
-"""`g2rpo embed`: a run's prompts through the text encoders before the run, which then never loads them.
+"""`g2rpo embed`: encodes a run's prompts before the run, which then does not load the text encoders.
 
-Only the text encoders are loaded, no transformer and no VAE. Started by torchrun, each process takes its
-share of the prompts; they need not talk, because shards of the cache appear whole and under names of their
-own. What is embedded stays: interrupted and started again, it goes on.
+Only the text encoders are loaded, no transformer and no VAE. If started by torchrun, each process encodes its
+share of the prompts; processes need not communicate, because shards of the cache are written atomically under
+different names. Embeddings are kept: an interrupted command can be repeated and continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from g2rpo.config.settings import Settings
-from g2rpo.data.embeddings import EmbeddingCache
+from g2rpo.data.embeddings import SHARDS, EmbeddingCache
 from g2rpo.data.prompts import ReadReport, read_prompts
 from g2rpo.models.flux.random import RandomText, is_random, random_configs
 from g2rpo.models.flux.text import FluxText
@@ -33,7 +33,7 @@ INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 
 @dataclass(frozen=True)
 class Encoders:
-    """A model's text encoders by themselves, as the cache asks for them (`conditioning.Encoder`)."""
+    """A model's text encoders without its policy, as an `Encoder` for the embedding cache."""
 
     text: FluxText | RandomText
 
@@ -43,7 +43,7 @@ class Encoders:
 
     @property
     def encoder_identity(self) -> str:
-        """As that of the policy: what it finds in the cache."""
+        """Equal to the policy's, so that the policy finds these embeddings in the cache."""
         return self.text.identity
 
     def encode(self, prompts: list[str]) -> Conditioning:
@@ -54,9 +54,9 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
     """The text encoders of a run's model; their weights are read at the first prompt.
 
     Raises:
-        ValueError: no such model, another pipeline, or a max_sequence_length that it does not take.
+        ValueError: an unknown model, another kind of pipeline, or a max_sequence_length out of range.
     """
-    # As FluxPolicy.load has it: the same products, so the same bits.
+    # The same matmul and attention settings as in FluxPolicy.load give bit-equal embeddings.
     torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -69,120 +69,136 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Prompts of which an encoder sees the beginning only."""
+class Truncation:
+    """Prompts that are longer than an encoder's limit.
+
+    Attributes:
+        encoder: "CLIP" or "T5".
+        tokens: the limit, including special tokens.
+        prompts: the truncated prompts.
+    """
 
     encoder: str
     tokens: int
-    """Where it cuts, special tokens counted."""
     prompts: tuple[str, ...]
 
     def __str__(self) -> str:
         effect = (
-            "their pooled embedding only, T5 reads on" if self.encoder == "CLIP" else "what the model reads"
+            "only their pooled embedding, not T5's input"
+            if self.encoder == "CLIP"
+            else "what the model reads"
         )
         first = self.prompts[0][:60] + ("…" if len(self.prompts[0]) > 60 else "")
         return (
-            f"{self.encoder} cuts {len(self.prompts)} prompts after {self.tokens} tokens, which shortens "
+            f"{self.encoder} truncates {len(self.prompts)} prompts to {self.tokens} tokens, which shortens "
             f"{effect}; the first: {first!r}"
         )
 
 
-def cut_prompts(text: Any, prompts: Sequence[str]) -> list[Cut]:
-    """What CLIP and T5 cut; without an entry for one that sees every prompt whole.
+def truncated_prompts(text: Any, prompts: Sequence[str]) -> list[Truncation]:
+    """The prompts that CLIP and T5 truncate: one entry per encoder that truncates any.
 
     Args:
-        text: FluxText; other encoders have no tokenizers and cut nothing.
+        text: the text encoders. Only FluxText has tokenizers; other encoders truncate nothing.
+        prompts: the prompts to check.
     """
     if not isinstance(text, FluxText) or not prompts:
         return []
-    cuts = []
+    truncations = []
     for encoder, tokenizer, limit in (
         ("CLIP", text.tokenizer, int(text.tokenizer.model_max_length)),
         ("T5", text.tokenizer_2, text.max_sequence_length),
     ):
         ids = tokenizer(list(prompts), truncation=False, padding=False, verbose=False).input_ids
         long = tuple(prompt for prompt, row in zip(prompts, ids, strict=True) if len(row) > limit)
-        cuts += [Cut(encoder, limit, long)] if long else []
-    return cuts
+        truncations += [Truncation(encoder, limit, long)] if long else []
+    return truncations
 
 
 @dataclass(frozen=True)
-class Embedded:
-    """What `embed_run` did.
+class EmbedResult:
+    """The result of `embed_run`.
 
     Attributes:
-        prompts: of the run, each once. share: those of this process. there: of these, embedded before.
-        added: embedded now; fewer than share - there where it was interrupted.
-        cuts: prompts that an encoder sees in part.
+        prompts: number of distinct prompts of the run.
+        share: number of these that this process has to embed.
+        already_embedded: number of the share that was in the cache before.
+        added: number embedded now; less than share - already_embedded if interrupted.
+        interrupted: whether a signal ended the command.
+        truncations: prompts that an encoder truncates.
     """
 
     prompts: int
     share: int
-    there: int
+    already_embedded: int
     added: int
     interrupted: bool
-    cuts: list[Cut]
+    truncations: list[Truncation]
 
 
-def embed_run(settings: Settings, *, console: Console | None = None) -> Embedded:
-    """Fills the embedding cache with what a run will ask it for, and says what it found and did.
+def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedResult:
+    """Embeds all prompts of a run into the cache and reports what was done.
 
-    Of several processes (torchrun's RANK, WORLD_SIZE, LOCAL_RANK) each embeds a share; the first one speaks.
+    With several processes (torchrun's RANK, WORLD_SIZE, LOCAL_RANK) each embeds a share; the first prints.
+
+    Args:
+        console: where the first process prints; None = standard output.
 
     Raises:
-        ValueError: prompts or a model that cannot be read, or no space for the embeddings.
+        ValueError: prompts or a model that cannot be read, or too little space for the embeddings.
     """
     number, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     console = Console(quiet=True) if number else console or Console()
-    say = _speaker(console)
+    say = _printer(console)
     texts = run_prompts(settings)
-    policy = text_encoders(settings, _own_device(settings.device))
-    # A share of all prompts, not of the missing ones: the processes look at different moments.
-    mine = texts[number::processes]
-    filling = _Filling(EmbeddingCache(settings.cache), policy, mine, console)
-    there = len(mine) - len(filling.missing)
-    own = f" (this process's share of {processes}: {len(mine)})" if processes > 1 else ""
-    say(f"{len(texts)} different prompts{own}: {there} are embedded already, {len(filling.missing)} to do")
+    policy = text_encoders(settings, _local_device(settings.device))
+    # Shares of all prompts, not of the missing ones, because the processes read the cache at different times.
+    share = texts[number::processes]
+    filling = _Filling(EmbeddingCache(settings.cache), policy, share, console)
+    already = len(share) - len(filling.missing)
+    of_all = f" (this process's share of {processes}: {len(share)})" if processes > 1 else ""
+    say(f"{len(texts)} different prompts{of_all}: {already} already embedded, {len(filling.missing)} to do")
 
     with interruptible():
         try:
             filling.run()
         except KeyboardInterrupt:
             say(INTERRUPTED.format(filling.added))
-            return Embedded(len(texts), len(mine), there, filling.added, True, [])
-    cuts = cut_prompts(policy.text, texts)
+            return EmbedResult(len(texts), len(share), already, filling.added, True, [])
+    truncations = truncated_prompts(policy.text, texts)
     sources = dict.fromkeys(source for source in (settings.prompts, settings.eval_prompts) if source)
-    for line in (*(_said(read_prompts(source)[1]) for source in sources), *map(str, cuts)):
+    for line in (*(_summary(read_prompts(source)[1]) for source in sources), *map(str, truncations)):
         say(line)
-    _say_disk(say, EmbeddingCache(settings.cache), policy)
-    return Embedded(len(texts), len(mine), there, filling.added, False, cuts)
+    _report_disk(say, EmbeddingCache(settings.cache), policy)
+    return EmbedResult(len(texts), len(share), already, filling.added, False, truncations)
 
 
 class EmbeddingInterrupted(Exception):
-    """A signal ended a run before its first iteration; what was embedded is kept."""
+    """A signal ended a run before its first iteration. The embeddings made so far are kept."""
 
 
 def embed_missing(settings: Settings, device: torch.device) -> None:
-    """What `train` does first: a run's prompts that are not in the cache, shared among its processes.
+    """Embeds a run's prompts that are not in the cache; the first step of `train`.
+
+    The processes of the run share the work.
 
     Raises:
-        EmbeddingInterrupted: on every process, when a signal came to any of them.
-        ValueError: as `embed_run`.
+        EmbeddingInterrupted: a signal reached any of the processes; raised on all of them.
+        ValueError: an error of `embed_run`.
     """
     console = Console(quiet=rank() > 0)
     texts, encoders = run_prompts(settings), text_encoders(settings, device)
     cache = EmbeddingCache(settings.cache)
     filling = _Filling(cache, encoders, texts[rank() :: world_size()], console)
     if missing := len(cache.missing(encoders, texts)):
-        _speaker(console)(f"embedding {missing} prompts")
+        _printer(console)(f"embedding {missing} prompts")
     with interruptible() as interrupt:
         try:
             interrupt.together(filling.run)
-            if any_process(interrupt.requested):  # it came to one that was done and waited
+            if any_process(interrupt.requested):  # the signal reached a process that had finished its share
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
-            _speaker(console)(INTERRUPTED.format(sum(gathered(filling.added))))
+            _printer(console)(INTERRUPTED.format(sum(gathered(filling.added))))
             raise EmbeddingInterrupted from None
     encoders.text.unload()
     if device.type == "cuda":
@@ -190,10 +206,11 @@ def embed_missing(settings: Settings, device: torch.device) -> None:
 
 
 class _Filling:
-    """One process's prompts on their way into the cache, with progress on a console.
+    """Embeds one process's prompts into the cache, with progress on a console.
 
     Attributes:
-        missing: those that were not there. added: how many of these are there by now.
+        missing: prompts that were not in the cache at the start.
+        added: number of these that have been embedded so far.
     """
 
     def __init__(
@@ -212,34 +229,35 @@ class _Filling:
             self._cache.fill(self._encoders, self.missing, progress=count)
 
 
-def _own_device(setting: str) -> torch.device:
+def _local_device(setting: str) -> torch.device:
     device = resolve_device(setting)
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device
 
 
-def _speaker(console: Console) -> Callable[[str], None]:
+def _printer(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 
-def _said(report: ReadReport) -> str:
-    places = ", ".join(report.duplicates[:3]) + (", …" if len(report.duplicates) > 3 else "")
+def _summary(report: ReadReport) -> str:
+    duplicates = ", ".join(report.duplicates[:3]) + (", …" if len(report.duplicates) > 3 else "")
     return (
         f"{report.source}: {report.read} prompts read, {report.kept} kept, {len(report.duplicates)} repeated"
-        f"{f' ({places})' if places else ''}, {report.empty_lines} empty lines"
+        f"{f' ({duplicates})' if duplicates else ''}, {report.empty_lines} empty lines"
     )
 
 
-def _say_disk(say: Callable[[str], None], cache: EmbeddingCache, policy: Encoders) -> None:
+def _report_disk(say: Callable[[str], None], cache: EmbeddingCache, policy: Encoders) -> None:
     folder, count, size = cache.held(policy)
     say(f"{folder}: {count} embeddings of these encoders, {_size(size)}")
     if others := cache.other_encoders(policy):
-        taken = sum(file.stat().st_size for other in others for file in other.glob("*.safetensors"))
+        size = sum(file.stat().st_size for other in others for file in other.glob(SHARDS))
         names = ", ".join(other.name for other in others[:3]) + (", …" if len(others) > 3 else "")
         say(
-            f"{cache.folder} also holds {_size(taken)} by other encoders or settings (precision, "
-            f"max_sequence_length), of no use to this run: {names}; each folder's identity.txt says whose"
+            f"{cache.folder} also contains {_size(size)} of other encoders or settings (precision, "
+            f"max_sequence_length), which this run does not use: {names}; identity.txt in each folder "
+            "describes its encoder"
         )
 
 

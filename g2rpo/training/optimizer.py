@@ -1,4 +1,4 @@
-"""AdamW, in float32 or with moments in 8 bits, its learning rate, and the running mean of the weights."""
+"""AdamW, with moments in float32 or in 8 bits, and its learning rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.Optimizer:
-    """AdamW with the settings' values; `adamw8bit` is torchao's, with the moments in 8 bits."""
+    """AdamW with the values of the settings; `adamw8bit` is torchao's, with moments in 8 bits."""
     arguments: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -26,7 +26,7 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets it in every group; torchao wants a tensor there, always the same one."""
+    """Sets the learning rate of every parameter group; torchao needs the same tensor every time."""
     in_tensor = type(optimizer).__module__.startswith("torchao.")
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
@@ -38,13 +38,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def learning_rate(
     lr: float, iteration: int, iterations: int, warmup_iterations: int, schedule: str = "constant"
 ) -> float:
-    """Rate of the update of `iteration`, 0 the first: linear warm-up to `lr`, then the schedule's fall to 0.
+    """Learning rate of an iteration: a linear warm-up to `lr`, then constant, linear or cosine decay.
 
-    A function of the iteration alone, so that a resumed run needs no state for it. The first update already
-    moves, and so does the last: `linear` ends one step above 0.
+    It depends only on the arguments, so that a resumed run needs no state. It is above 0 in the first and the
+    last iteration: `linear` ends one step above 0.
+
+    Args:
+        lr: rate after the warm-up.
+        iteration: index of the iteration, from 0.
+        iterations: length of the run, at which the decay reaches 0.
+        warmup_iterations: length of the warm-up; 0 = none.
+        schedule: "constant", "linear" or "cosine".
     """
     if iteration < warmup_iterations:
         return lr * (iteration + 1) / warmup_iterations
     done = (iteration - warmup_iterations) / max(iterations - warmup_iterations, 1)
-    fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return lr * fall[schedule]
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return lr * decay[schedule]

@@ -1,4 +1,4 @@
-"""What a training run left behind."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from g2rpo.run.metrics import read_metrics
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """The result of a training run.
 
     Attributes:
-        out: run folder. step: iterations done. finished: all of them. interrupted: stopped by a signal.
-        changes: the comparison of before and after, once finished (compare_images > 0).
+        out: run folder.
+        step: iterations completed.
+        finished: whether all iterations are completed.
+        interrupted: whether a signal stopped the run.
+        changes: comparison of images before and after training, if finished and compare_images > 0.
     """
 
     out: Path
@@ -32,7 +35,7 @@ class Run:
         return read_metrics(self.out / "metrics.jsonl")
 
 
-def interrupted(out: Path) -> Run:
-    """The run that a signal stopped: as far as its newest checkpoint."""
-    kept = latest_checkpoint(out)
-    return Run(out, read_state(kept)["iteration"] if kept else 0, False, True)
+def interrupted_run(out: Path) -> Run:
+    """The result of a run that a signal stopped; its step is that of the newest checkpoint."""
+    checkpoint = latest_checkpoint(out)
+    return Run(out, read_state(checkpoint)["iteration"] if checkpoint else 0, False, True)

@@ -1,4 +1,4 @@
-"""Which prompts a run will encode."""
+"""The prompts that a run will encode."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from g2rpo.evaluation.before_after import Comparison
 
 
 def run_prompts(settings: Settings) -> list[str]:
-    """Every text that a run of these settings encodes, each once: training, evaluation, grids, comparison.
+    """All distinct texts that a run encodes: for training, evaluation, sample grids and the comparison.
+
+    With true classifier-free guidance the empty prompt is one of them.
 
     Raises:
-        ValueError: a source of prompts that cannot be read.
+        ValueError: a source of prompts cannot be read.
     """
     prompts, _ = read_prompts(settings.prompts)
-    other = (
+    eval_prompts = (
         read_prompts(settings.eval_prompts)[0][: settings.num_eval_prompts] if settings.eval_prompts else []
     )
-    met = PromptStream(prompts, settings.seed).at(0, settings.iterations * settings.prompts_per_iteration)
-    comparison = Comparison.of(settings.compare_images, settings.eval_num_steps, met, prompts, other)
-    texts = [prompt.text for prompt in (*met, *prompts[: settings.num_sample_prompts])]
-    texts += [prompt.text for prompt in other] if settings.eval_every else []
-    texts += [text for one in comparison.sets for text in one.prompts]
+    trained = PromptStream(prompts, settings.seed).at(0, settings.iterations * settings.prompts_per_iteration)
+    comparison = Comparison.of(
+        settings.compare_images, settings.eval_num_steps, trained, prompts, eval_prompts
+    )
+    texts = [prompt.text for prompt in (*trained, *prompts[: settings.num_sample_prompts])]
+    texts += [prompt.text for prompt in eval_prompts] if settings.eval_every else []
+    texts += [text for image_set in comparison.sets for text in image_set.prompts]
     if settings.true_cfg != 1:
-        texts.append("")  # what the guidance leads away from
+        texts.append("")  # the negative prompt
     return list(dict.fromkeys(texts))

@@ -1,4 +1,4 @@
-"""Errors with which a run ends before its last iteration: why, what is kept, and what to do."""
+"""Errors that end a run before its last iteration; they say why, what is saved, and what to do."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from g2rpo.run.run import RunStopped
 
 
 def not_finite(out: Path, iteration: int, error: Exception) -> RunStopped:
-    """What to tell of an iteration whose gradient is not a number."""
-    kept = latest_checkpoint(out)
+    """The error of a run whose gradient contains NaN or infinity."""
+    checkpoint = latest_checkpoint(out)
     return RunStopped(
         f"iteration {iteration}: {error}. "
-        f"{f'The newest checkpoint is {kept}' if kept else 'There is no checkpoint yet'}; "
-        "the same command would end here again: start another out=FOLDER with a lower lr, or look at the "
+        f"{f'The newest checkpoint is {checkpoint}' if checkpoint else 'There is no checkpoint yet'}; "
+        "the same command would end here again: start another out=FOLDER with a lower lr, or examine the "
         "rewards of that iteration"
     )
 
 
 def reward_exited(out: Path, step: int, error: Exception) -> RunStopped:
-    """The error of a run whose reward ended the program, after its `step` iterations were saved."""
+    """The error of a run whose reward called exit, after its `step` iterations were saved."""
     return RunStopped(
-        f"after iteration {step}: {error}. A checkpoint of iteration {step} is in {out}; mend the reward, "
-        "and the same command goes on"
+        f"after iteration {step}: {error}. A checkpoint of iteration {step} is in {out}; correct the reward, "
+        "and the same command resumes the run"
     )
 
 
 def too_many_invalid(
     settings: Settings, step: int, rollouts: Sequence[Rollout], errors: Mapping[str, str]
 ) -> RunStopped:
-    """The error of a run with too many samples without a reward, after its `step` iterations were saved."""
+    """The error of a run with too many invalid samples, after its `step` iterations were saved."""
     return RunStopped(
         f"iteration {step + 1}: {invalid_share(rollouts):.0%} of the samples have no reward "
         f"(max_invalid_fraction={settings.max_invalid_fraction}): "

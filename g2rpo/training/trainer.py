@@ -42,12 +42,12 @@ from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import CheckedReward, load_rewards
 from g2rpo.rollouts.explore import sample
 from g2rpo.rollouts.score import Rollout, score
-from g2rpo.run.best import is_best, mark_best, settle_best
-from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
+from g2rpo.run.best import is_best, mark_best, refresh_best
+from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
 from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
-from g2rpo.run.lock import alone, begin
+from g2rpo.run.lock import begin_run, exclusive
 from g2rpo.run.metrics import MetricsWriter, read_metrics
-from g2rpo.run.run import checkpoint_to_resume, described, mark_finished, started_again
+from g2rpo.run.run import checkpoint_to_resume, describe_run, mark_finished, restart_note
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     any_process,
@@ -63,11 +63,11 @@ from g2rpo.runtime.progress import RunProgress
 from g2rpo.runtime.random import random_state, seed_everything
 from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.runtime.timing import Timer, peak_memory
-from g2rpo.training.curriculum import Focus
-from g2rpo.training.ema import follow, holding
+from g2rpo.training.curriculum import Curriculum
+from g2rpo.training.ema import swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from g2rpo.training.result import Run, interrupted
+from g2rpo.training.result import Run, interrupted_run
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update
 
@@ -83,10 +83,10 @@ def train(settings: Settings) -> Run:
     """
     out = Path(settings.out).expanduser()
     try:
-        with alone(out):
+        with exclusive(out):
             return Trainer(settings).run()
     except EmbeddingInterrupted:
-        return interrupted(out)
+        return interrupted_run(out)
     finally:
         end_processes()
 
@@ -115,7 +115,7 @@ class Trainer:
         self.stream = PromptStream(prompts, settings.seed)
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
-        self.focus = Focus(self.stream, settings.skip_flat, kept.get("focus"))
+        self.focus = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
         met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
         self.comparison = Comparison.of(
             settings.compare_images, settings.eval_num_steps, met, prompts, eval_prompts
@@ -173,16 +173,16 @@ class Trainer:
         settings = self.settings
         self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
-        check_room(self.out, self.parameters, self.ema, last - self.step)
-        notes = ["" if self.checkpoint else started_again(self.out)]
-        begin(self.out, settings)
+        check_checkpoint_space(self.out, self.parameters, self.ema, last - self.step)
+        notes = ["" if self.checkpoint else restart_note(self.out)]
+        begin_run(self.out, settings)
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
-            progress.note(described(settings, self.policy, self.parameters, self.step))
-            notes += [settle_best(self.out, settings.keep_best, self.step), self.prompt_report]
+            progress.note(describe_run(settings, self.policy, self.parameters, self.step))
+            notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
             try:
                 changes = self._train(writer, progress, last, notes)
             except KeyboardInterrupt:
@@ -246,7 +246,7 @@ class Trainer:
                 self.save()
         except KeyboardInterrupt:
             pass
-        stopped = interrupted(self.out)
+        stopped = interrupted_run(self.out)
         lost = f" (of {self.step}: not all could be)" if stopped.step < self.step else ""
         progress.note(f"interrupted; {stopped.step} iterations are saved{lost}, the same command goes on")
         return stopped
@@ -277,7 +277,7 @@ class Trainer:
         cond = self.cache.get(self.policy, texts)
         samples = sample(
             self.policy,
-            self.focus.aimed(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            self.focus.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
             self.sigmas,
             cond,
             group_size=settings.group_size,
@@ -337,11 +337,11 @@ class Trainer:
             update_batch=settings.update_batch,
             reference=self.reference,
         )
-        follow(self.ema, self.parameters, settings.ema_decay, self.step)
+        update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
         names = list(settings.rewards)
         rewards = reward_metrics(judged, names, advantages, algorithm.advantage_clip)
-        rewards |= self.focus.see(judged, advantages, names)
+        rewards |= self.focus.observe(judged, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
     def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
@@ -366,7 +366,7 @@ class Trainer:
     def _watch(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
-        with self.interrupt.around(holding(self.parameters, self.ema)):
+        with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
             evaluated = self.schedule.watch(
                 self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
@@ -380,5 +380,5 @@ class Trainer:
         if not self.comparison.sets:
             return []
         progress.note("drawing the same with the trained model")
-        with self.interrupt.around(holding(self.parameters, self.ema)):
+        with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
             return self.comparison.draw_after(self.watcher, self.out, list(self.settings.rewards))

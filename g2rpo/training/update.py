@@ -31,7 +31,7 @@ from g2rpo.objectives.batch import Rows
 from g2rpo.objectives.grpo import clipped_surrogate, step_kl
 from g2rpo.runtime.processes import gathered, world_size
 from g2rpo.runtime.sharding import full_tensor
-from g2rpo.training.ema import holding
+from g2rpo.training.ema import swapped_weights
 
 Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
@@ -68,7 +68,7 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
     first = {name: p.detach().clone() for name, p in parameters.items()}
 
     def with_first_weights(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        with holding(parameters, first):
+        with swapped_weights(parameters, first):
             return policy.velocity(x, sigma, cond)
 
     return with_first_weights

@@ -1,4 +1,4 @@
-"""What a user can get wrong, through the command: said in words, exit code 2; nothing loaded or written."""
+"""User errors through the command: a clear message, exit code 2, and nothing is loaded or written."""
 
 from pathlib import Path
 
@@ -11,35 +11,35 @@ LONG = "a red circle " * 231  # 3,003 characters, 3,002 without the white space 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     """A folder to stand in. `hollow` is a model folder without a model: loading it would be another error."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "hollow").mkdir()
-    (place / "taken").write_text("a file where a folder should be")
-    (place / "torn.safetensors").write_bytes(b"no header")
-    (place / "typo.toml").write_text('model = "./hollow"\ngroup_sise = 4\n')
-    (place / "broken.toml").write_text("lr = 1e-5\nseed = \n")
-    (place / "long.txt").write_text(f"a red circle\n{LONG}\n")
-    (place / "empty.jsonl").write_text('{"prompt": "a red circle"}\n{"prompt": "  "}\n')
-    return place
+    folder = tmp_path_factory.mktemp("bad_input")
+    (folder / "hollow").mkdir()
+    (folder / "taken").write_text("a file where a folder should be")
+    (folder / "torn.safetensors").write_bytes(b"no header")
+    (folder / "typo.toml").write_text('model = "./hollow"\ngroup_sise = 4\n')
+    (folder / "broken.toml").write_text("lr = 1e-5\nseed = \n")
+    (folder / "long.txt").write_text(f"a red circle\n{LONG}\n")
+    (folder / "empty.jsonl").write_text('{"prompt": "a red circle"}\n{"prompt": "  "}\n')
+    return folder
 
 
 def contents(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def refused(place, *words):
+def refused(folder, *arguments):
     """stderr of a command that must fail cleanly."""
-    before = contents(place)
-    done = run_command(*words, cwd=place, HOME=str(place))
+    before = contents(folder)
+    done = run_command(*arguments, cwd=folder, HOME=str(folder))
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
-    assert contents(place) == before
+    assert contents(folder) == before
     return done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "expected"),
     [
         (["typo.toml"], ["typo.toml", "'group_sise'", "did you mean 'group_size'"]),
         (["missing.toml", HOLLOW], ["no recipe 'missing.toml'", "tiny"]),
@@ -51,11 +51,11 @@ def refused(place, *words):
         ([HOLLOW, "eval_prompts=missing.txt"], ["no prompt file 'missing.txt'"]),
         ([HOLLOW, "prompts=long.txt"], ["long.txt, line 2", "3002 characters", "2500"]),
         ([HOLLOW, "group_size=1"], ["group_size = 1", "at least 2 images"]),
-        ([HOLLOW, "granularities=[0,1]"], ["granularities = [0, 1]", "1 walks every step"]),
+        ([HOLLOW, "granularities=[0,1]"], ["granularities = [0, 1]", "1 takes every step"]),
         ([HOLLOW, "out=taken"], ["taken is a file; name a folder"]),
         ([HOLLOW, "out=taken/run"], ["taken is a file; name a folder"]),
         ([HOLLOW, "cache=taken"], ["cache='taken'", "taken is a file; name a folder"]),
-        ([HOLLOW, "rewards.tiny_prefernce=none"], ["no 'tiny_prefernce' to take out", "'tiny_preference'"]),
+        ([HOLLOW, "rewards.tiny_prefernce=none"], ["no 'tiny_prefernce' to remove", "'tiny_preference'"]),
         ([HOLLOW, "rewards.no_such:thing=1"], ["no module 'no_such'", "current folder"]),
         ([HOLLOW, "rewards.tiny_clp=1"], ["'tiny_clp'", "did you mean 'tiny_clip'"]),
         ([HOLLOW, "algorithm=g2rp"], ["'g2rp'", "did you mean 'g2rpo'"]),
@@ -63,21 +63,21 @@ def refused(place, *words):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_train(place, words, said):
-    message = refused(place, "train", *words)
+def test_train(folder, arguments, expected):
+    message = refused(folder, "train", *arguments)
     assert message.startswith("error: ")
-    for part in said:
+    for part in expected:
         assert part in message
     assert "model_index" not in message  # what loading `hollow` would say
 
 
-def test_every_fault_of_a_recipe_is_one_line(place):
-    message = refused(place, "train", HOLLOW, "lr=-1", "group_sise=3")
+def test_every_fault_of_a_recipe_is_one_line(folder):
+    message = refused(folder, "train", HOLLOW, "lr=-1", "group_sise=3")
     assert len(message.splitlines()) == 2 and "lr = -1" in message and "'group_size'" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "expected"),
     [
         ([], "give --prompt TEXT, or --prompts"),
         (["--prompt", ""], "has 1 to 2500 characters, this one has 0"),
@@ -91,29 +91,32 @@ def test_every_fault_of_a_recipe_is_one_line(place):
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
-def test_sample(place, words, said):
-    message = refused(place, "sample", "hollow", *words)
-    assert message.startswith("error: ") and said in message and "model_index" not in message
+def test_sample(folder, arguments, expected):
+    message = refused(folder, "sample", "hollow", *arguments)
+    assert message.startswith("error: ") and expected in message and "model_index" not in message
 
 
-def test_models_that_are_none(place):
+def test_models_that_are_none(folder):
     assert "hollow holds no model_index.json" in refused(
-        place, "sample", "hollow", "--prompt", "a red circle"
+        folder, "sample", "hollow", "--prompt", "a red circle"
     )
-    (place / "sd3").mkdir()
-    (place / "sd3" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
-    for words in (["train", "tiny", "model=sd3"], ["embed", "tiny", "model=sd3"]):  # before a hub is asked
-        assert "sd3 is a StableDiffusion3Pipeline; this version trains" in refused(place, *words)
-    assert "hollow is neither a run folder" in refused(place, "export", "hollow")
-    assert "taken is a file; name a folder" in refused(place, "export", "hollow", "--out", "taken")
-    message = refused(place, "sample", "torn.safetensors", "--base", "tiny", "--prompt", "a red circle")
+    (folder / "sd3").mkdir()
+    (folder / "sd3" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    for arguments in (
+        ["train", "tiny", "model=sd3"],
+        ["embed", "tiny", "model=sd3"],
+    ):  # without a hub request
+        assert "sd3 is a StableDiffusion3Pipeline; this version trains" in refused(folder, *arguments)
+    assert "hollow is neither a run folder" in refused(folder, "export", "hollow")
+    assert "taken is a file; name a folder" in refused(folder, "export", "hollow", "--out", "taken")
+    message = refused(folder, "sample", "torn.safetensors", "--base", "tiny", "--prompt", "a red circle")
     assert "torn.safetensors is damaged" in message
 
 
-def test_options_out_of_range_are_named(place):
-    assert "--steps" in refused(place, "sample", "hollow", "--prompt", "a red circle", "--steps", "0")
-    assert "diffusers" in refused(place, "export", "hollow", "--layout", "onnx")
-    assert "group_size = 1" in refused(place, "plan", "group_size=1")
-    assert "--memory 0" in refused(place, "plan", "--memory", "0")
-    assert "make it a multiple" in refused(place, "plan", "prompts_per_iteration=4", "--processes", "3")
-    assert "give one" in refused(place, "plan", "--measure", "--seconds-per-forward", "1")
+def test_options_out_of_range_are_named(folder):
+    assert "--steps" in refused(folder, "sample", "hollow", "--prompt", "a red circle", "--steps", "0")
+    assert "diffusers" in refused(folder, "export", "hollow", "--layout", "onnx")
+    assert "group_size = 1" in refused(folder, "plan", "group_size=1")
+    assert "--memory 0" in refused(folder, "plan", "--memory", "0")
+    assert "make it a multiple" in refused(folder, "plan", "prompts_per_iteration=4", "--processes", "3")
+    assert "give one" in refused(folder, "plan", "--measure", "--seconds-per-forward", "1")

@@ -56,7 +56,7 @@ def test_the_baselines_recipes_have_their_papers_numbers():
         load_settings(f"flux_{name}", check_files=False) for name in ("dance_grpo", "mix_grpo", "flow_grpo")
     )
     joint = load_settings("flux_hps_clip", check_files=False)
-    for one in (dance, mix):  # what is judged and compared is the same as in G2RPO's run
+    for settings in (dance, mix):  # the same model, prompts and rewards as in G2RPO's run
         for key in (
             "model",
             "resolution",
@@ -67,8 +67,8 @@ def test_the_baselines_recipes_have_their_papers_numbers():
             "iterations",
             "seed",
         ):
-            assert getattr(one, key) == getattr(joint, key), key
-        assert (one.lr, one.shift, one.clip_range, one.lora_rank) == (1e-5, 3.0, 1e-4, 0)
+            assert getattr(settings, key) == getattr(joint, key), key
+        assert (settings.lr, settings.shift, settings.clip_range, settings.lora_rank) == (1e-5, 3.0, 1e-4, 0)
     assert (dance.num_steps, dance.eta, dance.train_fraction, dance.update) == (16, 0.3, 0.6, 3)
     assert (mix.num_steps, mix.eta, mix.window, mix.window_stride, mix.window_hold) == (25, 0.7, 4, 1, 25)
     assert (flow.num_steps, flow.eval_num_steps, flow.eta, flow.resolution) == (6, 28, 0.9, 512)
@@ -119,7 +119,7 @@ def test_none_means_the_default():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (["iteration=3"], "did you mean 'iterations'"),
         (["learning_rate=1"], "here it is 'lr'"),
@@ -152,9 +152,9 @@ def test_none_means_the_default():
         (["lr.x=1"], "no entries"),
     ],
 )
-def test_wrong_settings_say_what_to_do(overrides, said, monkeypatch, request):
+def test_wrong_settings_say_what_to_do(overrides, expected, monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
-    assert said in refusal(*overrides)
+    assert expected in refusal(*overrides)
 
 
 def test_several_faults_are_all_named_once():

@@ -10,7 +10,7 @@ from support.random_flux import save_random_flux
 
 from g2rpo.config.load import load_settings
 from g2rpo.config.settings import Settings
-from g2rpo.costs.costs import plan_costs, rows
+from g2rpo.costs.costs import plan_costs, table_rows
 from g2rpo.costs.speeds import measure_forward
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.models.flux.shape import FluxShape, flux_shape
@@ -61,7 +61,7 @@ def test_the_papers_run():
     assert costs.seconds["rollout"] * 300 * 16 / 3600 == pytest.approx(145.7, abs=0.1)
     # 300 x 16 prompts of 512 x 4096 + 768 bfloat16 numbers
     assert costs.disk["embeddings of 4,800 prompts"] == 4800 * (512 * 4096 + 768) * 2
-    assert costs.disk["a checkpoint"] == 12 * 11_901_408_320
+    assert costs.disk["one checkpoint"] == 12 * 11_901_408_320
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,11 @@ def test_forwards_of_an_update(folder, options, passes):
     assert twice == 2 * stored
 
 
-def test_what_is_drawn_to_watch(folder):
-    watch = {"eval_prompts": "world:demo", "num_eval_prompts": 10, "num_sample_prompts": 3}
-    common = Settings(model=str(folder), iterations=7, prompts_per_iteration=2, eval_num_steps=5, **watch)
+def test_images_of_evaluations_are_counted(folder):
+    evaluation = {"eval_prompts": "world:demo", "num_eval_prompts": 10, "num_sample_prompts": 3}
+    common = Settings(
+        model=str(folder), iterations=7, prompts_per_iteration=2, eval_num_steps=5, **evaluation
+    )
 
     def images(num_prompts: int = 100, **changes: int) -> float:
         return plan_costs(common.model_copy(update=changes), num_prompts=num_prompts).eval_forwards / 5
@@ -145,7 +147,7 @@ def test_what_is_drawn_to_watch(folder):
     assert images(eval_every=3, sample_every=3) == 4 * (10 + 3)
     assert images(eval_every=7) == 2 * 10 + 2 * 3
     assert images(compare_images=8) == 2 * 3 + 2 * (8 + 8)
-    # 4 own prompts three times each, 10 unseen ones; 14 own prompts are met in 7 iterations of 2
+    # 4 own prompts three times each, 10 unseen ones; 14 own prompts are used in 7 iterations of 2
     assert images(num_prompts=4, compare_images=10) == 2 * 3 + 2 * (12 + 10)
     assert images(compare_images=15) == 2 * 3 + 2 * (28 + 20)
 
@@ -161,7 +163,7 @@ def test_granularities_that_coincide_are_named(folder):
     assert costs.images == 2 * (2 + 1) + 1
 
 
-def test_tails_that_are_too_coarse_are_told_once(folder):
+def test_tails_that_are_too_coarse_are_noted_once(folder):
     options = {"num_steps": 10, "train_steps": 5, "granularities": [3], "iterations": 3}
     (note,) = plan_costs(Settings(model=str(folder), **options)).notes
     assert "finest tail takes 2 of the 6 steps left" in note and "docs/choosing.md" in note
@@ -194,7 +196,7 @@ def test_disk_is_what_a_run_writes(folder, tmp_path):
     written = sum(f.stat().st_size for f in path.glob("*.distcp"))
     # Each tensor (a weight, two moments, a step count) carries up to 2 kB of headers.
     num_tensors = 4 * len(list(policy.module.parameters()))
-    assert 0 <= written - costs.disk["a checkpoint"] <= 2000 * num_tensors
+    assert 0 <= written - costs.disk["one checkpoint"] <= 2000 * num_tensors
     EmbeddingCache(tmp_path / "cache").fill(policy, ["a", "red", "star"])
     shard = next((tmp_path / "cache").rglob("*.safetensors"))
     assert costs.disk["embeddings of 3 prompts"] == pytest.approx(shard.stat().st_size, rel=0.1)
@@ -213,16 +215,16 @@ def test_what_does_not_fit_comes_with_what_would():
     assert "a smaller resolution" in plan_costs(settings, memory_bytes=10**9).notes[1]
 
 
-def test_time_is_told_only_from_a_figure(folder):
+def test_time_is_given_only_if_a_forward_was_timed(folder):
     settings = Settings(model=str(folder), device="cpu", iterations=2)
     assert plan_costs(settings).run_seconds is None
     seconds = measure_forward(policy_of(settings), batch=2)
     assert 0 < seconds < 5
     costs = plan_costs(settings, seconds_per_forward=seconds)
     assert costs.run_seconds > 2 * costs.seconds["rollout"] > 0
-    table = rows(costs)
-    assert ("forwards an iteration", "rollout, all", f"{4 * 1708:,}") in table
-    assert {section for section, _, _ in table} >= {"model", "memory a device", "disk", "time"}
+    table = table_rows(costs)
+    assert ("forwards per iteration", "rollout, all", f"{4 * 1708:,}") in table
+    assert {section for section, _, _ in table} >= {"model", "memory per device", "disk", "time"}
 
 
 def test_what_a_user_can_get_wrong(folder, tmp_path):
@@ -242,21 +244,21 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
 
 
 def test_reward_models_are_counted():
-    def judges(**changes) -> float:
+    def gigabytes(**changes) -> float:
         settings = Settings(**{**FLUX, "rewards": {"hps": 1.0, "clip": 1.0}, **changes})
         return plan_costs(settings).memory.always.get("rewards", 0) / 1e9
 
     one = 0.986109441
-    whole = 2 * 2 * one  # float16 on a GPU
-    assert judges() == pytest.approx(whole) and judges(device="cpu") == pytest.approx(2 * whole)
-    assert judges(
+    both = 2 * 2 * one  # float16 on a GPU
+    assert gigabytes() == pytest.approx(both) and gigabytes(device="cpu") == pytest.approx(2 * both)
+    assert gigabytes(
         reward_options={"hps": {"dtype": "float32"}, "clip": {"dtype": "float16"}}
     ) == pytest.approx(6 * one)
-    assert judges(reward_options={"clip": {"offload": "cpu"}}) == pytest.approx(whole / 2)
-    assert judges(eval_rewards=["hps", "pickscore", "imagereward"]) == pytest.approx(
-        whole / 2 * 3 + whole / 2 / one * 0.446666465
+    assert gigabytes(reward_options={"clip": {"offload": "cpu"}}) == pytest.approx(both / 2)
+    assert gigabytes(eval_rewards=["hps", "pickscore", "imagereward"]) == pytest.approx(
+        both / 2 * 3 + both / 2 / one * 0.446666465
     )
-    assert judges(rewards={"colourfulness": 1.0}) == 0
+    assert gigabytes(rewards={"colourfulness": 1.0}) == 0
 
 
 def test_rewards_may_wait_in_main_memory_to_make_a_run_fit(tmp_path):
@@ -291,7 +293,7 @@ def test_the_recipe_for_24_gb_fits_with_its_rewards(tmp_path):
     waiting = {name: {"offload": "cpu"} for name in ("hps", "clip")}
     memory = plan_costs(settings.model_copy(update={"reward_options": waiting})).memory
     assert "rewards" not in memory.always
-    assert memory.phases["rollout"]["rewards that come to score"] == costs.memory.always["rewards"]
+    assert memory.phases["rollout"]["offloaded rewards"] == costs.memory.always["rewards"]
 
 
 def test_steps_drawn_by_spread_are_counted_as_if_drawn_evenly(folder):

@@ -12,10 +12,10 @@ from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.costs import estimate as planning
 from g2rpo.costs import memory
-from g2rpo.costs.costs import plan_costs, rows
+from g2rpo.costs.costs import plan_costs, table_rows
 from g2rpo.costs.estimate import plan_here
-from g2rpo.costs.memory import chosen_rollout_batch, memory_of, run_plans, trained_params
-from g2rpo.costs.speeds import TABLE, looked_up
+from g2rpo.costs.memory import largest_rollout_batch, memory_of, run_plans, trained_params
+from g2rpo.costs.speeds import TABLE, tabulated_speeds
 from g2rpo.models.flux.shape import flux_shape
 from g2rpo.run.folder import read_state
 from g2rpo.training.trainer import train
@@ -67,23 +67,23 @@ def test_the_headline():
     costs = plan_here(settings, num_processes=16, gpu="H100")
     assert costs.released_gpu_hours == pytest.approx(586, rel=0.01)
     assert costs.seconds["rollout"] * 300 * 16 / 3600 == pytest.approx(146, rel=0.03)
-    shown = {item: value for section, item, value in rows(costs) if section == "time"}
+    shown = {item: value for section, item, value in table_rows(costs) if section == "time"}
     assert shown["released code's forwards"] == f"{costs.released_gpu_hours:,.0f} device hours"
-    assert "H100" in shown["figures from"]
+    assert "H100" in shown["source of the times"]
 
 
 def test_the_table_knows_what_makes_a_forward_fast():
     shape = flux_shape("random:flux-dev", resolution=720)
     base = Settings(**PAPER)
-    plain = looked_up(base, shape, "H200")
-    assert plain.tail == plain.forward and plain.once > 0
-    low = looked_up(base.model_copy(update={"tails_precision": "float8"}), shape, "H200")
+    plain = tabulated_speeds(base, shape, "H200")
+    assert plain.tail == plain.forward and plain.startup > 0
+    low = tabulated_speeds(base.model_copy(update={"tails_precision": "float8"}), shape, "H200")
     assert low.forward == plain.forward and low.tail < 0.8 * plain.tail
-    eager = looked_up(base.model_copy(update={"compile_blocks": False}), shape, "H200")
-    assert eager.forward > plain.forward and eager.once == 0
-    lora = looked_up(Settings(**LORA), shape, "H200")
+    eager = tabulated_speeds(base.model_copy(update={"compile_blocks": False}), shape, "H200")
+    assert eager.forward > plain.forward and eager.startup == 0
+    lora = tabulated_speeds(Settings(**LORA), shape, "H200")
     assert plain.forward < lora.forward < eager.forward
-    guided = looked_up(base.model_copy(update={"true_cfg": 2.0}), shape, "H200")
+    guided = tabulated_speeds(base.model_copy(update={"true_cfg": 2.0}), shape, "H200")
     assert guided == plain  # of one forward of the network; `plan_costs` counts two
 
 
@@ -98,27 +98,29 @@ def test_the_table_knows_what_makes_a_forward_fast():
 def test_what_the_table_does_not_know(changes):
     settings = Settings(**{**PAPER, **changes})
     shape = flux_shape(settings.model, resolution=settings.resolution)
-    assert looked_up(settings, shape, "H200") is None
-    assert looked_up(Settings(**PAPER), shape, "RTX 4090") is None
+    assert tabulated_speeds(settings, shape, "H200") is None
+    assert tabulated_speeds(Settings(**PAPER), shape, "RTX 4090") is None
     assert plan_here(settings, gpu="H200").run_seconds is None
 
 
-def test_the_table_knows_what_judging_takes():
+def test_the_table_has_the_time_of_rewards():
     shape = flux_shape("random:flux-dev", resolution=720)
-    assert looked_up(Settings(**PAPER), shape, "H200").reward == 0
+    assert tabulated_speeds(Settings(**PAPER), shape, "H200").reward == 0
     measured = json.loads((RESULTS / "rewards_1xH200.json").read_text())["calls"][-1]["rewards"]
     assert set(measured) == {"hps", "imagereward"}
-    for name, told in measured.items():
+    for name, record in measured.items():
         for batch in (4, 32):
             settings = Settings(**{**PAPER, "rewards": {name: 1.0}, "decode_batch": batch})
-            seconds = looked_up(settings, shape, "H200").reward
-            assert 1 / seconds == pytest.approx(told["images_per_second"][f"float16, batch {batch}"], rel=0.1)
-    both = looked_up(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
+            seconds = tabulated_speeds(settings, shape, "H200").reward
+            assert 1 / seconds == pytest.approx(
+                record["images_per_second"][f"float16, batch {batch}"], rel=0.1
+            )
+    both = tabulated_speeds(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
     assert 289 * both.reward < 0.03 * 1708 * both.forward  # the paper's recipe
 
 
 def test_an_unknown_gpu():
-    with pytest.raises(ValueError, match=f"table of measured times holds {', '.join(TABLE)}"):
+    with pytest.raises(ValueError, match=f"table of measured times has {', '.join(TABLE)}"):
         plan_here(Settings(), gpu="A100")
 
 
@@ -159,7 +161,7 @@ def chosen(gigabytes: float, processes: int = 4, **changes) -> tuple[int, Settin
     plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
     trained = trained_params(settings, shape)
     usable = round(gigabytes * 1e9)
-    batch = chosen_rollout_batch(settings, shape, plans, processes, trained, usable)
+    batch = largest_rollout_batch(settings, shape, plans, processes, trained, usable)
 
     def rollout(batch: int) -> int:
         one = settings.model_copy(update={"rollout_batch": batch})
@@ -188,8 +190,8 @@ def test_a_plan_shows_the_chosen_batch():
     settings = Settings(**{**PAPER, "prompts_per_iteration": 4, "rollout_batch": "auto"})
     costs = plan_costs(settings, num_processes=4, memory_bytes=80 * 10**9)
     assert costs.rollout_batch == chosen(72)[0] and not costs.notes
-    assert ("compute", "samples a rollout forward", str(costs.rollout_batch)) in rows(costs)
-    assert "say which, --memory GB" in plan_costs(settings, num_processes=4).notes[0]
+    assert ("compute", "samples per rollout forward", str(costs.rollout_batch)) in table_rows(costs)
+    assert "give it with --memory GB" in plan_costs(settings, num_processes=4).notes[0]
     assert plan_costs(settings, num_processes=4, memory_bytes=10**9).notes[0].startswith("does not fit")
 
 
@@ -244,7 +246,7 @@ def test_measuring_is_what_plan_measures(monkeypatch):
     assert seen == {"gradient_checkpointing": True, "compiled": False, "tails_precision": "compute"}
 
 
-def test_a_model_that_the_table_does_not_know_is_told():
+def test_a_model_that_is_not_in_the_table_is_noted():
     small = Settings(model="tiny", precision="tf32", device="cpu")
     assert any("no times: the table has none" in note for note in plan_here(small, gpu="H200").notes)
     assert not any("no times" in note for note in plan_here(small).notes)  # nobody asked for any

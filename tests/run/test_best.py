@@ -1,4 +1,4 @@
-"""keep_best: which evaluation is the best, that its checkpoint stays, and that RUN/best opens it."""
+"""keep_best: which evaluation is the best, that its checkpoint is kept, and that RUN/best opens it."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ RUN = SMALL | {
 
 @pytest.fixture
 def judge(monkeypatch):
-    """A reward that says one number after another, one each evaluation."""
+    """A reward with prescribed scores, one per evaluation."""
     module = types.ModuleType("scripted")
 
     def score(images, prompts, metadata):
@@ -65,19 +65,19 @@ def weights(path):
     [
         ([0.5, 0.6, 0.8, 0.7], [False, True, True, False]),
         ([0.5, 0.5, 0.4], [False, False, False]),  # no better than the untrained model
-        ([0.5, None, 0.6, 0.6], [False, False, True, False]),  # what was not judged is not the best
+        ([0.5, None, 0.6, 0.6], [False, False, True, False]),  # what was not evaluated is not the best
         ([None, 0.3, 0.2], [False, True, False]),
     ],
 )
 def test_which_evaluation_is_the_best(tmp_path, values, expected):
-    found = []
+    results = []
     for i, value in enumerate(values):
         with open(tmp_path / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": i, "eval/verifier": value, "eval/other": -i}) + "\n")
-        found.append(is_best(tmp_path, "verifier", i))
-        if found[-1]:
+        results.append(is_best(tmp_path, "verifier", i))
+        if results[-1]:
             mark_best(tmp_path, i, "verifier")
-    assert found == expected
+    assert results == expected
     assert not is_best(tmp_path, "verifier", len(values))  # not evaluated
 
 
@@ -123,10 +123,10 @@ def test_the_command_says_so(judge, tmp_path):
         f"{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in values.items()
     ]
     words = [word for word in words if not word.startswith("rewards=")] + ["rewards={tiny_clip=1.0}"]
-    told = CliRunner().invoke(app, ["train", "tiny", *words])
-    assert told.exit_code == 0, told.output
-    assert "the best yet by scripted:judge: checkpoint in" in told.output
-    assert f"  g2rpo export {tmp_path}/run/best    # step_000001, the best by scripted:judge" in told.output
+    result = CliRunner().invoke(app, ["train", "tiny", *words])
+    assert result.exit_code == 0, result.output
+    assert "the best yet by scripted:judge: checkpoint in" in result.output
+    assert f"  g2rpo export {tmp_path}/run/best    # step_000001, the best by scripted:judge" in result.output
 
 
 def test_a_run_that_goes_on_keeps_it(train):
@@ -154,7 +154,7 @@ def test_none_is_better_than_the_base(train):
             ask(done.out)
 
 
-def test_a_damaged_one_is_said(train):
+def test_a_damaged_best_is_reported(train):
     done = train([0.5, 0.6, 0.2], iterations=2)
     next(best_checkpoint(done.out).glob("*.distcp")).unlink()
     with pytest.raises(ValueError, match=r"opens no checkpoint: step_000001: .*distcp is missing. .*newest"):
@@ -163,7 +163,7 @@ def test_a_damaged_one_is_said(train):
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, expected",
     [
         (
             {"keep_best": "aesthetic"},
@@ -175,18 +175,20 @@ def test_a_damaged_one_is_said(train):
         ),
     ],
 )
-def test_settings_without_sense(given, said):
+def test_settings_without_sense(given, expected):
     values = SMALL | {"eval_every": 5, "eval_prompts": "world:demo", "eval_rewards": ["verifier"]} | given
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         load_settings("tiny", values)
 
 
 def test_the_plan_counts_it():
-    watched = {"eval_every": 2, "eval_prompts": "world:demo", "keep_last": 3, "checkpoint_every": 100}
-    watched |= {"iterations": 8}
-    plain, kept = (g2rpo.plan("tiny", **SMALL | watched | more) for more in ({}, {"keep_best": "tiny_clip"}))
-    assert "checkpoints (1 kept, 1 in writing)" in plain.disk
-    assert kept.disk["checkpoints (4 kept, 1 in writing)"] == 5 * kept.disk["a checkpoint"]
+    evaluation = {"eval_every": 2, "eval_prompts": "world:demo", "keep_last": 3, "checkpoint_every": 100}
+    evaluation |= {"iterations": 8}
+    plain, kept = (
+        g2rpo.plan("tiny", **SMALL | evaluation | more) for more in ({}, {"keep_best": "tiny_clip"})
+    )
+    assert "checkpoints (1 kept, 1 being written)" in plain.disk
+    assert kept.disk["checkpoints (4 kept, 1 being written)"] == 5 * kept.disk["one checkpoint"]
 
 
 # What may change while a run stops.
@@ -195,9 +197,7 @@ def test_the_plan_counts_it():
 def test_evaluations_of_another_kind_are_not_compared(train):
     done = train([0.5, 0.9, 0.8], iterations=6, stop_after=2)
     assert kept_best(done.out) == ("step_000001", "scripted:judge")
-    done = train(
-        [0.2, 0.3, 0.25, 0.1], iterations=6, eval_num_steps=3
-    )  # the worse ones are of harder pictures
+    done = train([0.2, 0.3, 0.25, 0.1], iterations=6, eval_num_steps=3)  # the worse ones are of harder images
     assert kept_best(done.out)[0] == "step_000004"
     assert [path.name for path in sorted((done.out / "checkpoints").iterdir())] == [
         "step_000004",
@@ -217,11 +217,11 @@ def test_another_judge_has_its_own_best(train, judge, tmp_path):
     assert kept_best(done.out) == ("step_000002", "scripted:other")
 
 
-def test_a_better_one_that_was_not_kept_is_said(train, capsys):
+def test_a_better_one_that_was_not_kept_is_reported(train, capsys):
     done = train([0.5, 0.9, 0.7, 0.6], iterations=4, stop_after=3, keep_best=None, checkpoint_every=1)
     train([0.65], iterations=4)
-    told = capsys.readouterr().out
-    assert "the best by scripted:judge was after iteration 1; that checkpoint is not there" in told
+    output = capsys.readouterr().out
+    assert "the best by scripted:judge was after iteration 1; that checkpoint no longer exists" in output
     assert kept_best(done.out)[0] == "step_000004"  # above iteration 3's, the best of what was there
 
 

@@ -16,7 +16,7 @@ from support.checkpoint_run import Run, same
 from torch import nn
 
 import g2rpo
-from g2rpo.run.checkpoint import check_room, load_checkpoint, save_checkpoint
+from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
 from g2rpo.run.folder import latest_checkpoint, read_state
 from g2rpo.runtime.random import seed_everything
 
@@ -33,8 +33,8 @@ def test_a_seed_sets_every_generator(seed):
 
 
 def test_resume_is_bit_exact(tmp_path):
-    whole = Run()
-    losses = whole.train(8)
+    uninterrupted = Run()
+    losses = uninterrupted.train(8)
 
     first = Run()
     assert first.train(3) == losses[:3]
@@ -45,19 +45,19 @@ def test_resume_is_bit_exact(tmp_path):
     state = load_checkpoint(path, second.state())
     assert state["iteration"] == 3 and state["prompt_position"] == 12 and state["settings"]["name"] == "é"
     assert second.train(5) == losses[3:]
-    assert same(second.module.state_dict(), whole.module.state_dict())
-    assert same(second.ema, whole.ema)
-    assert second.schedule.state_dict() == whole.schedule.state_dict()
+    assert same(second.module.state_dict(), uninterrupted.module.state_dict())
+    assert same(second.ema, uninterrupted.ema)
+    assert second.schedule.state_dict() == uninterrupted.schedule.state_dict()
 
 
 def test_saving_changes_nothing_in_the_run(tmp_path):
     losses = Run().train(4)
     saving = Run()
-    found: list[float] = []
+    after: list[float] = []
     for iteration in range(4):
         save_checkpoint(tmp_path, iteration, saving.state())  # the first before any optimizer state exists
-        found += saving.train(1)
-    assert found == losses
+        after += saving.train(1)
+    assert after == losses
 
 
 def test_no_warnings_without_a_process_group(tmp_path):
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_touched(tmp_path):
         load_checkpoint(path, {"module": nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))})
     with pytest.raises(ValueError, match="not in the checkpoint"):
         load_checkpoint(path, {"ema": run.ema})
-    with pytest.raises(ValueError, match="holds no schedule"):
+    with pytest.raises(ValueError, match="contains no schedule"):
         load_checkpoint(path, {"schedule": run.schedule})
     with pytest.raises(ValueError, match="not a checkpoint"):
         load_checkpoint(tmp_path, {"module": run.module})
@@ -160,7 +160,7 @@ def write_latest(out: Path, text: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
-def test_without_a_good_latest_the_newest_whole_checkpoint_counts(tmp_path, caplog, text):
+def test_without_a_good_latest_the_newest_intact_checkpoint_counts(tmp_path, caplog, text):
     assert latest_checkpoint(tmp_path) is None
     for step in (3, 5, 7):
         save_checkpoint(tmp_path, step, {"module": nn.Linear(1, 1)}, keep_last=3)
@@ -170,24 +170,24 @@ def test_without_a_good_latest_the_newest_whole_checkpoint_counts(tmp_path, capl
         assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_000005"
     assert len(caplog.records) == 1, "said once"
     assert f"{tmp_path / 'latest'}" in caplog.text
-    assert "using the newest whole checkpoint, step_000005" in caplog.text
+    assert "using the newest intact checkpoint, step_000005" in caplog.text
 
 
 @pytest.mark.parametrize("text", LATEST_TEXTS.values(), ids=LATEST_TEXTS)
-def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path, text):
+def test_a_run_without_an_intact_checkpoint_is_not_begun_again(tmp_path, text):
     save_checkpoint(tmp_path, 5, {"module": nn.Linear(1, 1)})
     (tmp_path / "checkpoints" / "step_000005" / "state.json").write_text("{")
     write_latest(tmp_path, text)
     with pytest.raises(ValueError) as caught:
         latest_checkpoint(tmp_path)
     message = str(caught.value)
-    assert "there is no whole checkpoint" in message and "state.json is damaged" in message
+    assert "there is no intact checkpoint" in message and "state.json is damaged" in message
     assert "another out=FOLDER" in message and "remove" not in message and "delete" not in message
 
 
 def test_a_latest_without_checkpoints_is_not_a_new_run(tmp_path):
     (tmp_path / "latest").write_text("")
-    with pytest.raises(ValueError, match="there is no whole checkpoint"):
+    with pytest.raises(ValueError, match="there is no intact checkpoint"):
         latest_checkpoint(tmp_path)
 
 
@@ -199,14 +199,14 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, caplog):
     content = data.read_bytes()
     data.write_bytes(content[:-100])
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000002"
-    said = (
-        f"{len(content) - 100} of its {len(content)} bytes); using the newest whole checkpoint, step_000002"
+    expected = (
+        f"{len(content) - 100} of its {len(content)} bytes); using the newest intact checkpoint, step_000002"
     )
-    assert said in caplog.text
+    assert expected in caplog.text
     (checkpoints / "step_000002" / "tensors.json").unlink()
     assert latest_checkpoint(tmp_path) == checkpoints / "step_000001"
     (checkpoints / "step_000001" / "state.json").write_text('{"iteration"')
-    with pytest.raises(ValueError, match=r"step_000003 .* bytes\), and there is no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"step_000003 .* bytes\), and there is no intact checkpoint"):
         latest_checkpoint(tmp_path)
 
 
@@ -254,9 +254,9 @@ def test_a_full_disk_is_noticed_before_the_loop(tmp_path, monkeypatch):
 
 def test_the_last_iteration_needs_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0})())
-    check_room(tmp_path, {"w": torch.zeros(1)}, {}, 0)
+    check_checkpoint_space(tmp_path, {"w": torch.zeros(1)}, {}, 0)
     with pytest.raises(ValueError, match="free some space"):
-        check_room(tmp_path, {"w": torch.zeros(1)}, {}, 1)
+        check_checkpoint_space(tmp_path, {"w": torch.zeros(1)}, {}, 1)
 
 
 def test_state_that_cannot_be_stored(tmp_path):
@@ -270,7 +270,7 @@ def test_state_that_cannot_be_stored(tmp_path):
 WRITER = """
 import sys, torch
 from torch import nn
-from g2rpo.checkpoint import save_checkpoint
+from g2rpo.run.checkpoint import save_checkpoint
 torch.manual_seed(0)
 module = nn.ModuleList([nn.Linear(1000, 1000) for _ in range(100)])  # 400 MB: a write that takes a while
 save_checkpoint(sys.argv[1], 1, {"module": nn.Linear(2, 2)})
@@ -305,7 +305,7 @@ def test_a_killed_write_leaves_the_last_checkpoint_good(tmp_path):
     module = nn.Linear(2, 2)
     load_checkpoint(path, {"module": module})
     save_checkpoint(tmp_path, 2, {"module": module})
-    assert sorted(found.name for found in path.parent.iterdir()) == ["step_000001", "step_000002"]
+    assert sorted(folder.name for folder in path.parent.iterdir()) == ["step_000001", "step_000002"]
 
 
 TWO_RANKS = """
@@ -313,8 +313,8 @@ import gc, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from g2rpo.checkpoint import load_checkpoint, save_checkpoint
-from g2rpo.pointers import latest_checkpoint
+from g2rpo.run.checkpoint import load_checkpoint, save_checkpoint
+from g2rpo.run.folder import latest_checkpoint
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

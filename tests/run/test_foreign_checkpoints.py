@@ -106,8 +106,8 @@ def test_a_pickled_index_runs_nothing(earlier, through, tmp_path):
 def test_nor_one_that_is_hidden_in_a_good_index(earlier, field, tmp_path):
     marker = tmp_path / "ran"
     index = read_index(earlier)
-    whole, hidden = getattr(index, field), Payload(marker)
-    setattr(index, field, {**whole, "hidden": hidden} if isinstance(whole, dict) else hidden)
+    value, hidden = getattr(index, field), Payload(marker)
+    setattr(index, field, {**value, "hidden": hidden} if isinstance(value, dict) else hidden)
     (earlier / ".metadata").write_bytes(pickle.dumps(index))
     _forget_sizes(earlier)
     _refused(earlier, r"\.metadata contains code \((posix|os)\.mkdir\)", marker)
@@ -133,9 +133,9 @@ def test_nor_an_entry_that_should_be_a_tensor(earlier, version, tmp_path):
         path = save_checkpoint(tmp_path / "new", 3, Run().state())
         content = json.loads((path / "tensors.json").read_text())
         chunk = content["tensors"]["module.0.bias"]["chunks"][0]
-        place = type("Place", (), {"relative_path": chunk["file"], "offset": 0, "length": 0})
-        _append(path, place, Payload(marker))
-        chunk |= {"position": place.offset, "bytes": place.length}
+        info = type("Place", (), {"relative_path": chunk["file"], "offset": 0, "length": 0})
+        _append(path, info, Payload(marker))
+        chunk |= {"position": info.offset, "bytes": info.length}
         (path / "tensors.json").write_text(json.dumps(content))
     _forget_sizes(path)
     with pytest.raises(ValueError, match=r"step_000003 contains code \(.*mkdir"):
@@ -147,10 +147,10 @@ def test_nor_an_entry_that_should_be_a_tensor(earlier, version, tmp_path):
 
 def test_a_tensor_that_the_index_calls_a_value_is_not_unpickled(earlier, tmp_path):
     marker, index = tmp_path / "ran", read_index(earlier)
-    place = index.storage_data[MetadataIndex("optimizer.param_groups.0.eps")]
-    _append(earlier, place, Payload(marker))
+    info = index.storage_data[MetadataIndex("optimizer.param_groups.0.eps")]
+    _append(earlier, info, Payload(marker))
     index.state_dict_metadata["module.0.bias"] = index.state_dict_metadata["optimizer.param_groups.0.eps"]
-    index.storage_data[MetadataIndex("module.0.bias")] = place
+    index.storage_data[MetadataIndex("module.0.bias")] = info
     (earlier / ".metadata").write_bytes(pickle.dumps(index))
     _forget_sizes(earlier)
     with pytest.raises(ValueError, match=r"module\.0\.bias: not in the checkpoint"):
@@ -167,7 +167,7 @@ def test_a_pickle_beside_a_new_index_is_not_opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, expected",
     [
         ("", "Expecting value"),
         ("[]", "TypeError"),
@@ -180,7 +180,7 @@ def test_a_pickle_beside_a_new_index_is_not_opened(tmp_path):
         ("shape", "TypeError"),
     ],
 )
-def test_a_damaged_index_is_named(tmp_path, content, said):
+def test_a_damaged_index_is_named(tmp_path, content, expected):
     path = save_checkpoint(tmp_path, 3, Run().state())
     index = json.loads((path / "tensors.json").read_text())
     entry = index["tensors"]["module.0.bias"]
@@ -196,7 +196,7 @@ def test_a_damaged_index_is_named(tmp_path, content, said):
     _forget_sizes(path)
     with pytest.raises(ValueError) as caught:
         load_checkpoint(path, Run().state())
-    assert "tensors.json is damaged" in str(caught.value) and said in str(caught.value)
+    assert "tensors.json is damaged" in str(caught.value) and expected in str(caught.value)
 
 
 def test_torn_tensor_data_is_damage_and_not_code(tmp_path):
@@ -267,12 +267,12 @@ def test_no_command_runs_what_a_run_folder_brings(command, version, trained, tmp
     assert "Traceback" not in done.stderr and not marker.exists()
 
 
-def _append(path: Path, place, payload: Payload) -> None:
-    """Puts a payload at the end of a data file and lets `place` say that this is its entry."""
+def _append(path: Path, info, payload: Payload) -> None:
+    """Puts a payload at the end of a data file and lets `info` name it as its entry."""
     content = io.BytesIO()
     torch.save(payload, content)
-    file = path / place.relative_path
-    place.offset, place.length = file.stat().st_size, len(content.getvalue())
+    file = path / info.relative_path
+    info.offset, info.length = file.stat().st_size, len(content.getvalue())
     file.write_bytes(file.read_bytes() + content.getvalue())
 
 

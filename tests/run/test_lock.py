@@ -1,4 +1,4 @@
-"""A run folder is one run's at a time."""
+"""A run folder is used by one run at a time."""
 
 import json
 import signal
@@ -11,7 +11,7 @@ from support.small_runs import SMALL, quiet, wait_for
 
 import g2rpo
 from g2rpo.config.load import load_settings
-from g2rpo.run.lock import LOCK, alone, begin
+from g2rpo.run.lock import LOCK, begin_run, exclusive
 from g2rpo.run.metrics import read_metrics
 
 
@@ -37,9 +37,7 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
             patch.setattr(
                 "g2rpo.training.trainer.policy_of", lambda *args, **options: pytest.fail("loaded a model")
             )
-            with pytest.raises(
-                ValueError, match=r"another run is at work in .*run: wait for it, stop it, or"
-            ):
+            with pytest.raises(ValueError, match=r"another run is using .*run: wait for it, stop it, or"):
                 g2rpo.train("tiny", **values, iterations=500)
         before = len(metrics.read_text().splitlines())
         wait_for(lambda: len(metrics.read_text().splitlines()) > before)  # it was not disturbed
@@ -52,14 +50,14 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
 
 def test_a_folder_that_two_begin_at_once(tmp_path):
     out, settings = tmp_path / "run", load_settings("tiny")
-    with alone(out):
+    with exclusive(out):
         assert not out.exists()
         out.mkdir()
         other = FileLock(out / LOCK, timeout=0)
-        with other, pytest.raises(ValueError, match="another run is at work"):
-            begin(out, settings)
+        with other, pytest.raises(ValueError, match="another run is using"):
+            begin_run(out, settings)
         assert not (out / "config.toml").exists()
-        begin(out, settings)
+        begin_run(out, settings)
     with other:
         assert (out / "config.toml").exists(), "and it is free again"
 
@@ -67,18 +65,18 @@ def test_a_folder_that_two_begin_at_once(tmp_path):
 def test_other_processes_of_a_run_do_not_ask(tmp_path, monkeypatch):
     with FileLock(tmp_path / LOCK, timeout=0):
         monkeypatch.setenv("RANK", "1")
-        with alone(tmp_path):
+        with exclusive(tmp_path):
             pass
         monkeypatch.setenv("RANK", "0")
-        with pytest.raises(ValueError, match="another run"), alone(tmp_path):
+        with pytest.raises(ValueError, match="another run"), exclusive(tmp_path):
             pass
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
     def acquire(self, *args, **options):
         raise NotImplementedError("FileSystem does not appear to support flock")
 
     monkeypatch.setattr(FileLock, "acquire", acquire)
-    with alone(tmp_path):
-        begin(tmp_path, load_settings("tiny"))
+    with exclusive(tmp_path):
+        begin_run(tmp_path, load_settings("tiny"))
     assert (tmp_path / "config.toml").exists() and "has no locks" in caplog.text

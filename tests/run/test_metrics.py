@@ -30,14 +30,14 @@ def test_resume_cuts_what_came_after_and_nothing_else(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in (1, 2, 3, 4):
             writer.write(line(step))
-        writer.write({"step": 2, "eval/verifier": 0.5})  # out of order on purpose: step decides, not place
+        writer.write({"step": 2, "eval/verifier": 0.5})  # out of order: the step decides, not the position
     with open(path, "a") as file:
         file.write('{"step": 5, "nf')  # killed here
     before = path.read_bytes().split(b"\n")
     with MetricsWriter(tmp_path, resumed_step=2, tensorboard=False) as writer:
         assert path.read_bytes().split(b"\n") == [before[0], before[1], before[4], b""]
         writer.write(line(3, again=1))
-    assert [found["step"] for found in read_metrics(path)] == [1, 2, 2, 3]
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 2, 3]
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -122,7 +122,7 @@ def test_progress_leaves_out_what_comes_once_before_the_first_iteration(monkeypa
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = io.StringIO()
     progress = RunProgress(4, console=Console(file=stream, width=120))
-    now[0] += 1000 + 50  # pictures before, then an iteration of 50 s
+    now[0] += 1000 + 50  # images before training, then an iteration of 50 s
     progress.update({**line(1), "seconds": 50.0})
     now[0] += 70  # the next took 50 s, an evaluation 20 s: that comes again
     progress.update({**line(2), "seconds": 50.0})

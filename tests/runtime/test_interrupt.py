@@ -19,7 +19,7 @@ from g2rpo.run.folder import latest_checkpoint
 from g2rpo.runtime import interrupt as interrupt_module
 from g2rpo.runtime.interrupt import interruptible, undisturbed
 from g2rpo.training import trainer
-from g2rpo.training.ema import holding
+from g2rpo.training.ema import swapped_weights
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_weights_that_were_lent_half_come_back():
 
     parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in "ab"}
     means = Values({name: torch.ones(2) for name in "ab"})
-    with pytest.raises(KeyboardInterrupt), holding(parameters, means):
+    with pytest.raises(KeyboardInterrupt), swapped_weights(parameters, means):
         raise AssertionError("not reached")
     assert not any(p.any() for p in parameters.values())
 

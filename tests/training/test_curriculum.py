@@ -1,4 +1,4 @@
-"""Where forwards go: drawn noise steps, prompts passed over, and that a resumed run goes on the same way."""
+"""Choice of noise steps and prompts, and that a resumed run makes the same choices."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import Prompt
 from g2rpo.data.stream import PromptStream
 from g2rpo.rollouts.rules import EveryStep, Singular
-from g2rpo.training.curriculum import Focus
+from g2rpo.training.curriculum import Curriculum
 
 
 def stream(n: int) -> PromptStream:
@@ -22,16 +22,16 @@ def stream(n: int) -> PromptStream:
 
 
 def group(rewards: torch.Tensor, steps=(0, 1)):
-    """A judged rollout: rewards [R, K, J, G]."""
+    """A scored rollout with rewards [R, K, J, G]."""
     valid = rewards.isfinite().all(2).all(0)
     return SimpleNamespace(rewards=rewards, step=torch.tensor(steps)[:, None], valid=valid)
 
 
-def seen(focus: Focus, count: int, flat: set[str]) -> list[str]:
-    """An iteration of `count` prompts, of which those in `flat` get equal rewards; which they were."""
-    texts = [focus.stream.at(position, 1)[0].text for position in focus.upcoming(count)]
+def iterate(curriculum: Curriculum, count: int, flat: set[str]) -> list[str]:
+    """Runs an iteration of `count` prompts, those in `flat` with equal rewards; returns the prompts."""
+    texts = [curriculum.stream.at(position, 1)[0].text for position in curriculum.upcoming(count)]
     advantages = [torch.zeros(2, 3) if text in flat else torch.ones(2, 3) for text in texts]
-    focus.see([group(torch.rand(1, 2, 1, 3)) for _ in texts], advantages, ["r"])
+    curriculum.observe([group(torch.rand(1, 2, 1, 3)) for _ in texts], advantages, ["r"])
     return texts
 
 
@@ -60,24 +60,24 @@ def test_an_even_draw_is_even():
 
 
 def test_a_draw_by_spread_goes_by_spread_over_forwards():
-    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").aimed({0: 1.0, 7: 1.0})
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").with_spread({0: 1.0, 7: 1.0})
     # 15 evaluations after step 0, 8 after step 7
     assert counted(rule)[7] == pytest.approx(15 / (15 + 8), abs=0.03)
-    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").aimed({0: 3.0, 7: 1.0})
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").with_spread({0: 3.0, 7: 1.0})
     assert counted(rule)[0] == pytest.approx((3 / 15) / (3 / 15 + 1 / 8), abs=0.03)
-    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").aimed({0: 0.0, 7: 1.0})
+    rule = Singular((0, 7), (1,), num_drawn=1, draw="spread").with_spread({0: 0.0, 7: 1.0})
     assert 0 < counted(rule)[0] < 0.1, "a flat step is looked at now and then"
 
 
 def test_before_anything_is_measured_the_draw_is_even():
     rule = Singular((0, 7), (1,), num_drawn=1, draw="spread")
-    assert rule.aimed({}) == rule
+    assert rule.with_spread({}) == rule
     assert counted(rule)[0] == pytest.approx(0.5, abs=0.03)
-    assert rule.aimed({7: 2.0}).spread == (2.0, 2.0), "a step not yet drawn counts as the usual one"
+    assert rule.with_spread({7: 2.0}).spread == (2.0, 2.0), "a step not yet drawn counts as the usual one"
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (lambda: Singular((0, 1), num_drawn=3), r"steps_per_iteration must be in 1\.\.2"),
         (lambda: Singular((0, 1), num_drawn=0), r"steps_per_iteration must be in 1\.\.2"),
@@ -87,105 +87,105 @@ def test_before_anything_is_measured_the_draw_is_even():
         (lambda: Settings(algorithm="dance_grpo", steps_per_iteration=2), "takes no steps_per_iteration"),
     ],
 )
-def test_what_cannot_be_drawn(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_drawn(make, expected):
+    with pytest.raises(ValueError, match=expected):
         make()
 
 
 def test_spread_is_each_rewards_own():
-    focus = Focus(stream(4))
+    curriculum = Curriculum(stream(4))
     torch.manual_seed(0)
     noise = torch.randn(1, 1, 1, 4000)
     # Reward 0 spreads 1 and 3 at steps 2 and 5, reward 1 spreads 300 and 100: on average 1 and 1.
     rewards = torch.cat(
         [noise * torch.tensor([1.0, 3.0])[:, None, None], noise * torch.tensor([300.0, 100.0])[:, None, None]]
     )
-    focus.see([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
-    assert focus.spread() == pytest.approx({2: 1.0, 5: 1.0})
+    curriculum.observe([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
+    assert curriculum.spread() == pytest.approx({2: 1.0, 5: 1.0})
     rewards[:, 0, 0, 7] = torch.nan  # a member without a score is left out
-    focus.see([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
-    assert focus.spread() == pytest.approx({2: 1.0, 5: 1.0}, rel=0.01)
+    curriculum.observe([group(rewards, (2, 5))], [torch.ones(2, 4000)], ["a", "b"])
+    assert curriculum.spread() == pytest.approx({2: 1.0, 5: 1.0}, rel=0.01)
 
 
-def test_a_path_tells_no_step_apart():
-    focus = Focus(stream(4))
-    focus.see([group(torch.rand(1, 1, 1, 3), (0, 1, 2))], [torch.ones(3, 3)], ["a"])
-    assert focus.spread() == {}
-    assert focus.aimed(EveryStep()) == EveryStep()
+def test_one_image_per_path_says_nothing_about_single_steps():
+    curriculum = Curriculum(stream(4))
+    curriculum.observe([group(torch.rand(1, 1, 1, 3), (0, 1, 2))], [torch.ones(3, 3)], ["a"])
+    assert curriculum.spread() == {}
+    assert curriculum.with_spread(EveryStep()) == EveryStep()
     for preset in PRESETS.values():
-        assert focus.aimed(preset().plan) == preset().plan
+        assert curriculum.with_spread(preset().plan) == preset().plan
 
 
 # ---- prompts
 
 
 def test_without_skip_flat_the_stream_goes_on():
-    focus = Focus(stream(3))
+    curriculum = Curriculum(stream(3))
     for iteration in range(4):
-        assert focus.upcoming(2) == [2 * iteration, 2 * iteration + 1]
-        seen(focus, 2, flat={"prompt 0", "prompt 1", "prompt 2"})
-    assert focus.position == 8
+        assert curriculum.upcoming(2) == [2 * iteration, 2 * iteration + 1]
+        iterate(curriculum, 2, flat={"prompt 0", "prompt 1", "prompt 2"})
+    assert curriculum.position == 8
 
 
 def test_a_flat_prompt_is_passed_over_once():
-    focus = Focus(stream(4), skip_flat=True)
-    assert sorted(seen(focus, 4, flat={"prompt 1"})) == [f"prompt {i}" for i in range(4)]
-    second = seen(focus, 3, flat=set())
+    curriculum = Curriculum(stream(4), skip_flat=True)
+    assert sorted(iterate(curriculum, 4, flat={"prompt 1"})) == [f"prompt {i}" for i in range(4)]
+    second = iterate(curriculum, 3, flat=set())
     assert sorted(second) == ["prompt 0", "prompt 2", "prompt 3"]
-    assert focus.position == 8 or "prompt 1" in [p.text for p in focus.stream.at(7, 1)]
-    both = second + [text for _ in range(3) for text in seen(focus, 4, flat=set())]
+    assert curriculum.position == 8 or "prompt 1" in [p.text for p in curriculum.stream.at(7, 1)]
+    both = second + [text for _ in range(3) for text in iterate(curriculum, 4, flat=set())]
     assert Counter(both)["prompt 1"] >= 2, "it comes back"
 
 
 def test_all_flat_still_gives_prompts():
-    focus = Focus(stream(2), skip_flat=True)
+    curriculum = Curriculum(stream(2), skip_flat=True)
     every = {"prompt 0", "prompt 1"}
     for _ in range(5):
-        assert len(seen(focus, 2, flat=every)) == 2
+        assert len(iterate(curriculum, 2, flat=every)) == 2
 
 
 def test_looking_moves_nothing():
-    focus = Focus(stream(4), skip_flat=True)
-    seen(focus, 2, flat={"prompt 0", "prompt 1", "prompt 2", "prompt 3"})
-    assert focus.upcoming(3) == focus.upcoming(3)
+    curriculum = Curriculum(stream(4), skip_flat=True)
+    iterate(curriculum, 2, flat={"prompt 0", "prompt 1", "prompt 2", "prompt 3"})
+    assert curriculum.upcoming(3) == curriculum.upcoming(3)
 
 
 def test_a_kept_state_goes_on_the_same_way():
-    focus, again = Focus(stream(5), skip_flat=True), Focus(stream(5), skip_flat=True)
+    curriculum, again = Curriculum(stream(5), skip_flat=True), Curriculum(stream(5), skip_flat=True)
     flat = {"prompt 1", "prompt 4"}
     for _ in range(3):
         torch.manual_seed(1)
-        seen(focus, 2, flat)
-    again.load_state_dict(focus.state_dict())
-    assert again.state_dict() == focus.state_dict() and again.spread() == focus.spread()
+        iterate(curriculum, 2, flat)
+    again.load_state_dict(curriculum.state_dict())
+    assert again.state_dict() == curriculum.state_dict() and again.spread() == curriculum.spread()
     for _ in range(4):
         torch.manual_seed(2)
-        first = seen(focus, 2, flat)
+        first = iterate(curriculum, 2, flat)
         torch.manual_seed(2)
-        assert seen(again, 2, flat) == first
-    assert again.spread() == focus.spread()
+        assert iterate(again, 2, flat) == first
+    assert again.spread() == curriculum.spread()
 
 
 def test_a_group_without_scores_is_not_flat():
-    focus = Focus(stream(4), skip_flat=True)
+    curriculum = Curriculum(stream(4), skip_flat=True)
     scores = [torch.rand(1, 2, 1, 3), torch.full((1, 2, 1, 3), torch.nan), torch.ones(1, 2, 1, 3)]
-    flat = [focus.stream.at(position, 1)[0].text for position in focus.upcoming(3)][2]
+    flat = [curriculum.stream.at(position, 1)[0].text for position in curriculum.upcoming(3)][2]
     advantages = [torch.ones(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)]
-    told = focus.see([group(one) for one in scores], advantages, ["r"])
-    assert told["flat_groups"] == 1 and list(focus.state_dict()["flat"]) == [flat]
+    metrics = curriculum.observe([group(one) for one in scores], advantages, ["r"])
+    assert metrics["flat_groups"] == 1 and list(curriculum.state_dict()["flat"]) == [flat]
 
 
 def test_a_reward_that_never_answered_has_no_spread():
-    focus = Focus(stream(4))
+    curriculum = Curriculum(stream(4))
     scores = torch.cat([torch.full((1, 2, 1, 3), torch.nan), torch.rand(1, 2, 1, 3)])
-    focus.see([group(torch.full((1, 2, 1, 3), torch.nan))], [torch.zeros(2, 3)], ["broken"])
-    assert focus.spread() == {}
-    focus.see([group(scores)], [torch.zeros(2, 3)], ["broken", "sound"])
-    assert set(focus.spread()) == {0, 1}
+    curriculum.observe([group(torch.full((1, 2, 1, 3), torch.nan))], [torch.zeros(2, 3)], ["broken"])
+    assert curriculum.spread() == {}
+    curriculum.observe([group(scores)], [torch.zeros(2, 3)], ["broken", "sound"])
+    assert set(curriculum.spread()) == {0, 1}
 
 
-def test_other_prompts_are_told_before_anything_is_loaded(tmp_path, monkeypatch):
-    """Places among the prompts are all that a checkpoint keeps of them."""
+def test_changed_prompts_are_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    """A checkpoint keeps only positions in the prompts, not their texts."""
     prompts = tmp_path / "p.txt"
     prompts.write_text("a red circle\na blue star\n")
     settings = {"prompts": str(prompts), "out": str(tmp_path / "run"), "cache": str(tmp_path / "cache")}

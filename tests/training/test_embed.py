@@ -22,7 +22,7 @@ from g2rpo.data.prompts import read_prompts
 from g2rpo.data.stream import PromptStream
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.text import FluxText
-from g2rpo.training.embed import cut_prompts, embed_run, text_encoders
+from g2rpo.training.embed import embed_run, text_encoders, truncated_prompts
 from g2rpo.training.run_prompts import run_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def settings(model, tmp_path):
-    """Settings of a run with a cache of its own and nine prompts, of which two iterations meet four."""
+    """Settings of a run with a cache of its own and nine prompts, of which two iterations use four."""
     (tmp_path / "p.txt").write_text("\n".join([*PROMPTS, "", PROMPTS[0]]) + "\n")
 
     def make(**changes) -> Settings:
@@ -49,11 +49,11 @@ def settings(model, tmp_path):
     return make
 
 
-def told_by(settings: Settings):
-    """What `embed_run` did, and what it said."""
-    heard = io.StringIO()
-    done = embed_run(settings, console=Console(file=heard, width=300))
-    return done, heard.getvalue()
+def embed_and_capture(settings: Settings):
+    """The result of `embed_run` and its output."""
+    stream = io.StringIO()
+    done = embed_run(settings, console=Console(file=stream, width=300))
+    return done, stream.getvalue()
 
 
 def shards(settings: Settings) -> list[Path]:
@@ -65,17 +65,17 @@ def test_exactly_the_prompts_of_the_run(settings, tmp_path):
     lines = [json.dumps({"prompt": text}) + "\n" for text in others]
     (tmp_path / "eval.jsonl").write_text("".join(lines))
     plain = settings()
-    met = [prompt.text for prompt in PromptStream(read_prompts(plain.prompts)[0], plain.seed).at(0, 4)]
-    assert PROMPTS[0] not in met and len(set(met)) == 4
-    assert run_prompts(plain) == [*met, PROMPTS[0]]
+    trained = [prompt.text for prompt in PromptStream(read_prompts(plain.prompts)[0], plain.seed).at(0, 4)]
+    assert PROMPTS[0] not in trained and len(set(trained)) == 4
+    assert run_prompts(plain) == [*trained, PROMPTS[0]]
     # The evaluation takes the first ones, the comparison those of them that are not trained.
-    watched = {"eval_prompts": str(tmp_path / "eval.jsonl"), "num_eval_prompts": 3}
-    assert run_prompts(settings(**watched)) == [*met, PROMPTS[0]]  # named, but used by nothing
-    evaluated = {PROMPTS[0], *met, PROMPTS[3], "two stars", "a white square"}
-    assert set(run_prompts(settings(**watched, eval_every=1))) == evaluated
-    compared = run_prompts(settings(**watched, compare_images=1))
-    assert compared == [*met, PROMPTS[0], "two stars"]
-    assert run_prompts(settings(true_cfg=2.0)) == [*met, PROMPTS[0], ""]
+    evaluation = {"eval_prompts": str(tmp_path / "eval.jsonl"), "num_eval_prompts": 3}
+    assert run_prompts(settings(**evaluation)) == [*trained, PROMPTS[0]]  # named, but used by nothing
+    evaluated = {PROMPTS[0], *trained, PROMPTS[3], "two stars", "a white square"}
+    assert set(run_prompts(settings(**evaluation, eval_every=1))) == evaluated
+    compared = run_prompts(settings(**evaluation, compare_images=1))
+    assert compared == [*trained, PROMPTS[0], "two stars"]
+    assert run_prompts(settings(true_cfg=2.0)) == [*trained, PROMPTS[0], ""]
     assert sorted(run_prompts(settings(iterations=40))) == sorted(PROMPTS)  # epochs repeat, the list does not
 
 
@@ -119,8 +119,8 @@ def test_only_text_encoders_are_needed_and_bits_are_the_policys(settings, model,
     part = shutil.copytree(model, tmp_path / "part")
     shutil.rmtree(part / "transformer")
     shutil.rmtree(part / "vae")
-    done, _ = told_by(settings(model=str(part), precision=precision))
-    assert (done.prompts, done.there, done.added, done.interrupted) == (5, 0, 5, False)
+    done, _ = embed_and_capture(settings(model=str(part), precision=precision))
+    assert (done.prompts, done.already_embedded, done.added, done.interrupted) == (5, 0, 5, False)
     policy = FluxPolicy.load(model, precision=precision)
     texts, cache = run_prompts(settings()), EmbeddingCache(tmp_path / "cache")
     assert cache.missing(policy, texts) == []
@@ -130,7 +130,7 @@ def test_only_text_encoders_are_needed_and_bits_are_the_policys(settings, model,
 
 def test_interrupted_it_goes_on(settings, monkeypatch):
     monkeypatch.setattr("g2rpo.data.embeddings.SHARD_PROMPTS", 2)
-    whole, encode, encoded = settings(iterations=40), FluxText.encode, []
+    run, encode, encoded = settings(iterations=40), FluxText.encode, []
 
     def encode_until_ctrl_c(self, prompts):
         encoded.extend(prompts)
@@ -139,21 +139,25 @@ def test_interrupted_it_goes_on(settings, monkeypatch):
         return encode(self, prompts)
 
     monkeypatch.setattr(FluxText, "encode", encode_until_ctrl_c)
-    done, said = told_by(whole)
-    assert done.interrupted and (done.there, done.added) == (0, 4) and "4 embeddings are kept" in said
-    again, said = told_by(whole)
-    assert not again.interrupted and (again.there, again.added) == (4, 5)
-    assert encoded[6:] == run_prompts(whole)[4:] and "4 are embedded already, 5 to do" in said
-    assert told_by(whole)[0].added == 0
+    done, output = embed_and_capture(run)
+    assert (
+        done.interrupted
+        and (done.already_embedded, done.added) == (0, 4)
+        and "4 embeddings are kept" in output
+    )
+    again, output = embed_and_capture(run)
+    assert not again.interrupted and (again.already_embedded, again.added) == (4, 5)
+    assert encoded[6:] == run_prompts(run)[4:] and "4 already embedded, 5 to do" in output
+    assert embed_and_capture(run)[0].added == 0
 
 
 def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, monkeypatch):
     """A real signal to the command, before any model is loaded; then the same command again."""
     monkeypatch.setattr("g2rpo.data.embeddings.SHARD_PROMPTS", 2)
-    whole, encode, encoded = settings(), FluxText.encode, []
+    run, encode, encoded = settings(), FluxText.encode, []
     small = ["num_steps=3", "train_steps=1", "granularities=[1]", "group_size=2", "eval_num_steps=1"]
     small += ["rewards={colourfulness=1.0}", "compare_images=0", "eval_every=0", "tensorboard=false"]
-    shared = [f"{name}={getattr(whole, name)}" for name in whole.model_fields_set]
+    shared = [f"{name}={getattr(run, name)}" for name in run.model_fields_set]
     words = ["train", "tiny", *shared, *small]
 
     def encode_until_signal(self, prompts):
@@ -173,7 +177,7 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
     assert "interrupted; 2 embeddings are kept, the same command goes on\n" in stopped.output
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0 and "step 2/2" in done.output and "3/3 prompts, " in done.output
-    assert encoded[4:] == run_prompts(whole)[2:]
+    assert encoded[4:] == run_prompts(run)[2:]
 
 
 def test_slow_encoders_write_often(settings, monkeypatch):
@@ -193,45 +197,47 @@ def test_processes_share_the_work_without_waiting_for_each_other(settings, monke
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         done = embed_run(whole)
-        assert done.prompts == 9 and done.there == 0
+        assert done.prompts == 9 and done.already_embedded == 0
         added.append(done.added)
         assert bool(capsys.readouterr().out) == (rank == "0"), "one process speaks"
     assert added == [2, 3, 2, 2]
     assert EmbeddingCache(whole.cache).missing(text_encoders(whole, torch.device("cpu")), PROMPTS) == []
 
 
-def test_what_an_encoder_cuts_is_told(settings, tmp_path):
+def test_truncated_prompts_are_reported(settings, tmp_path):
     # Tokenizers of one token a word, and two around: CLIP takes 8, T5 takes 12.
     whole, clip_only, both = " ".join(WORDS[:6]), " ".join(WORDS[:7]), " ".join(["a"] * 11)
     (tmp_path / "long.txt").write_text(f"{whole}\n{clip_only}\n{both}\n")
-    done, said = told_by(settings(prompts=str(tmp_path / "long.txt")))
-    clip, t5 = done.cuts
+    done, output = embed_and_capture(settings(prompts=str(tmp_path / "long.txt")))
+    clip, t5 = done.truncations
     assert (clip.encoder, clip.tokens, set(clip.prompts)) == ("CLIP", 8, {clip_only, both})
     assert (t5.encoder, t5.tokens, t5.prompts) == ("T5", 12, (both,))
-    assert "CLIP cuts 2 prompts after 8 tokens, which shortens their pooled embedding only" in said
-    t5_told = f"T5 cuts 1 prompts after 12 tokens, which shortens what the model reads; the first: {both!r}"
-    assert t5_told in said
+    assert "CLIP truncates 2 prompts to 8 tokens, which shortens only their pooled embedding" in output
+    t5_line = f"T5 truncates 1 prompts to 12 tokens, which shortens what the model reads; the first: {both!r}"
+    assert t5_line in output
     shorter = settings(prompts=str(tmp_path / "long.txt"), max_sequence_length=8)
-    cuts = cut_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
+    cuts = truncated_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
     assert [cut.encoder for cut in cuts] == ["CLIP", "T5"] and cuts[1].prompts == (clip_only,)
 
 
-def test_prompts_disk_and_useless_embeddings_are_told(settings):
-    _, said = told_by(settings())
-    assert "10 prompts read, 9 kept, 1 repeated (line 11 repeats line 1), 1 empty lines" in said
-    assert "5 embeddings of these encoders" in said and "no use" not in said
+def test_prompts_disk_and_unused_embeddings_are_reported(settings):
+    _, output = embed_and_capture(settings())
+    assert "10 prompts read, 9 kept, 1 repeated (line 11 repeats line 1), 1 empty lines" in output
+    assert "5 embeddings of these encoders" in output and "does not use" not in output
     size = sum(shard.stat().st_size for shard in shards(settings()))
-    assert f"{size / 1e6:.2f} MB" in said
-    _, said = told_by(settings(max_sequence_length=5))
-    assert f"also holds {size / 1e6:.2f} MB by other encoders" in said and "of no use to this run" in said
+    assert f"{size / 1e6:.2f} MB" in output
+    _, output = embed_and_capture(settings(max_sequence_length=5))
+    assert (
+        f"also contains {size / 1e6:.2f} MB of other encoders" in output and "this run does not use" in output
+    )
 
 
 def test_random_weights_can_be_rehearsed(settings):
-    done, _ = told_by(settings(model="random:tiny"))
-    assert done.added == 5 and done.cuts == []
+    done, _ = embed_and_capture(settings(model="random:tiny"))
+    assert done.added == 5 and done.truncations == []
 
 
-def test_no_space_is_told_before_hours_of_work(settings, monkeypatch):
+def test_too_little_space_is_reported_before_hours_of_work(settings, monkeypatch):
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")

@@ -1,4 +1,4 @@
-"""FLUX's whole way, by the commands: embed, train (killed, resumed), export, sample, and stock diffusers.
+"""FLUX end to end through the commands: embed, train (killed, resumed), export, sample, and stock diffusers.
 
 Each of it with all weights trained and with adapters, on a folder in diffusers layout as FLUX.1's is.
 """
@@ -148,23 +148,23 @@ def timeless(out):
 
 
 def test_embed_fills_the_cache_for_every_run(base, cache, embedded):
-    assert "4 different prompts: 0 are embedded already, 4 to do" in embedded
+    assert "4 different prompts: 0 already embedded, 4 to do" in embedded
     again, _ = g2rpo("embed", *recipe(base, cache, cache / "no run", 4))
-    assert "4 different prompts: 4 are embedded already, 0 to do" in again
+    assert "4 different prompts: 4 already embedded, 0 to do" in again
 
 
 def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
     assert trained.code == -signal.SIGKILL and 1 <= trained.steps < ITERATIONS, trained.killed
-    for told in (trained.killed, trained.resumed):  # both found all that `embed` had made
-        assert "2 prompts x 19 forwards" in told.replace("\n", " ") and "embedding " not in told
+    for output in (trained.killed, trained.resumed):  # both found all that `embed` had made
+        assert "2 prompts x 19 forwards" in output.replace("\n", " ") and "embedding " not in output
     monkeypatch.setattr(FluxText, "_load", lambda self: pytest.fail("loaded the text encoders"))
-    whole = tmp_path / "whole"
-    g2rpo("train", *trained.words, f"out={whole}")
-    for run in (whole, trained.out):
+    uninterrupted = tmp_path / "whole"
+    g2rpo("train", *trained.words, f"out={uninterrupted}")
+    for run in (uninterrupted, trained.out):
         assert latest_checkpoint(run).name == f"step_{ITERATIONS:06d}"
     assert [line["step"] for line in timeless(trained.out)] == list(range(1, ITERATIONS + 1))
-    assert timeless(trained.out) == timeless(whole)
-    assert weights(trained.out) == weights(whole)
+    assert timeless(trained.out) == timeless(uninterrupted)
+    assert weights(trained.out) == weights(uninterrupted)
 
 
 def test_a_torn_checkpoint_is_passed_over(trained, tmp_path, caplog):
@@ -174,13 +174,13 @@ def test_a_torn_checkpoint_is_passed_over(trained, tmp_path, caplog):
     file = next(newest.glob("*.distcp"))
     size = file.stat().st_size
     os.truncate(file, size // 2)
-    told, _ = g2rpo("train", *trained.words, f"out={torn}")
+    output, _ = g2rpo("train", *trained.words, f"out={torn}")
     before = f"step_{ITERATIONS - 1:06d}"
     assert (
         f"{file.name} has {size // 2} of its {size} bytes); using the newest whole checkpoint, {before}"
         in caplog.text
     )
-    assert f"from iteration {ITERATIONS - 1} on" in told.replace("\n", " ")
+    assert f"from iteration {ITERATIONS - 1} on" in output.replace("\n", " ")
     assert file.stat().st_size == size and latest_checkpoint(torn) == newest
     assert weights(torn) == weights(trained.out)
 
@@ -270,9 +270,9 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
-        ("model=./nowhere", ["model='./nowhere' reads as a folder, and there is none"]),
+        ("model=./nowhere", ["model='./nowhere' looks like a folder, and there is none"]),
         ("model=nowhere", ["no model folder 'nowhere'", "owner/model"]),
         ("model=no/such", ["'no/such' is neither a folder here nor a hub model", "`hf auth login`"]),
         ("resolution=18", ["resolution=18 is no multiple of 4 pixels; 16 would be"]),
@@ -280,7 +280,9 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
         ("lora_rank=4 lora_targets=['attn.to_z']", ["ends in 'attn.to_z'", "attn.to_q", "ff.net.2"]),
     ],
 )
-def test_what_does_not_fit_is_said_before_weights_are_read(base, cache, tmp_path, monkeypatch, changes, said):
+def test_what_does_not_fit_is_reported_before_weights_are_read(
+    base, cache, tmp_path, monkeypatch, changes, expected
+):
     def unread(_):
         return lambda module: pytest.fail("read the weights")
 
@@ -289,6 +291,6 @@ def test_what_does_not_fit_is_said_before_weights_are_read(base, cache, tmp_path
     monkeypatch.setattr("g2rpo.models.flux.policy.fill_from_folder", unread)
     _, errors = g2rpo("train", *recipe(base, cache, tmp_path / "run", 0, *changes.split()), code=2)
     assert errors.startswith("error: ") and errors.count("error: ") == 1
-    for part in said:
+    for part in expected:
         assert part in errors
     assert not (tmp_path / "run").exists()

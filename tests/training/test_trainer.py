@@ -131,19 +131,19 @@ def test_deterministic_runs_repeat_bit_for_bit_on_a_gpu(run, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "lr": 1e-3}, {"ema_decay": 0.9}])
 def test_resume_goes_on_bit_for_bit(run, tmp_path, changes):
-    watched = {"eval_every": 2, "eval_prompts": "world:heldout", "num_eval_prompts": 2, **changes}
-    whole = run("whole", iterations=4, **watched)
-    stopped = run("parts", iterations=4, stop_after=2, **watched)
+    evaluation = {"eval_every": 2, "eval_prompts": "world:heldout", "num_eval_prompts": 2, **changes}
+    uninterrupted = run("whole", iterations=4, **evaluation)
+    stopped = run("parts", iterations=4, stop_after=2, **evaluation)
     assert not stopped.finished and stopped.step == 2
-    resumed = run("parts", iterations=4, **watched)
+    resumed = run("parts", iterations=4, **evaluation)
     assert resumed.finished
-    assert timeless(resumed.metrics) == timeless(whole.metrics)
+    assert timeless(resumed.metrics) == timeless(uninterrupted.metrics)
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
 
 
 @pytest.mark.parametrize("latest", ["", "step_000001\n", None], ids=["empty", "dangling", "missing"])
 def test_a_run_without_its_latest_goes_on_all_the_same(run, tmp_path, latest, caplog):
-    whole = run("whole", iterations=3)
+    uninterrupted = run("whole", iterations=3)
     out = run(iterations=3, stop_after=2, checkpoint_every=1, keep_last=1).out
     (out / "latest").unlink()
     if latest is not None:
@@ -160,10 +160,10 @@ def test_a_run_without_its_latest_goes_on_all_the_same(run, tmp_path, latest, ca
         "--out",
         str(tmp_path / "drawn"),
     )
-    assert done.returncode == 0 and "using the newest whole checkpoint, step_000002" in done.stderr, done
+    assert done.returncode == 0 and "using the newest intact checkpoint, step_000002" in done.stderr, done
     resumed = run(iterations=3)
-    assert timeless(resumed.metrics) == timeless(whole.metrics), "not begun again"
-    assert caplog.text.count("using the newest whole checkpoint, step_000002") == 1
+    assert timeless(resumed.metrics) == timeless(uninterrupted.metrics), "not begun again"
+    assert caplog.text.count("using the newest intact checkpoint, step_000002") == 1
     assert (out / "latest").read_text() == "step_000003\n"
 
 
@@ -173,8 +173,8 @@ def test_a_run_that_begins_again_says_so(run, capsys):
         path.unlink() if path.is_file() else shutil.rmtree(path)
     capsys.readouterr()
     run(iterations=3, stop_after=1)
-    said = capsys.readouterr().out + capsys.readouterr().err
-    assert "has metrics of 2 iterations but no checkpoint: the run starts again at iteration 0" in said
+    output = capsys.readouterr().out + capsys.readouterr().err
+    assert "has metrics of 2 iterations but no checkpoint: the run starts again at iteration 0" in output
 
 
 def weights(out):
@@ -211,7 +211,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
         config.unlink()
         with pytest.raises(ValueError, match="resume='never'"):
             run(iterations=3, resume="never", **compared)
-        with pytest.raises(ValueError, match="holds no config"):
+        with pytest.raises(ValueError, match="contains no config"):
             run(iterations=3, **compared)
         config.write_bytes(kept)
     done = run(iterations=4, eval_rewards=[], **compared)  # more iterations and fewer judges are fine
@@ -219,8 +219,8 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
 
 
 def test_an_interrupted_evaluation_is_made_up_for(run, monkeypatch):
-    watched = {"eval_every": 1, "eval_prompts": "world:heldout", "num_eval_prompts": 2, "sample_every": 1}
-    whole = run("whole", iterations=2, **watched)
+    evaluation = {"eval_every": 1, "eval_prompts": "world:heldout", "num_eval_prompts": 2, "sample_every": 1}
+    uninterrupted = run("whole", iterations=2, **evaluation)
     evaluate = Watcher.evaluate
 
     def interrupted(self, pictures, out, step):
@@ -230,9 +230,9 @@ def test_an_interrupted_evaluation_is_made_up_for(run, monkeypatch):
 
     monkeypatch.setattr(Watcher, "evaluate", interrupted)
     for at in (0, 1, 2, None):
-        done = run("parts", iterations=2, **watched)
+        done = run("parts", iterations=2, **evaluation)
         assert done.interrupted == (at is not None)
-    assert timeless(done.metrics) == timeless(whole.metrics)
+    assert timeless(done.metrics) == timeless(uninterrupted.metrics)
     assert (done.out / "samples" / "step_000001" / "grid.png").is_file()
 
 
@@ -248,8 +248,8 @@ def test_half_an_update_is_not_a_checkpoint(run, tmp_path, monkeypatch, broken_s
         return torch.tensor(torch.nan) if len(calls) == 2 + broken_step else calls[-1]
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
-    said = rf"iteration 3: .* is nan at optimizer step {broken_step} of 2\. .*{saved}.*another out=FOLDER"
-    with pytest.raises(RunStopped, match=said):
+    expected = rf"iteration 3: .* is nan at optimizer step {broken_step} of 2\. .*{saved}.*another out=FOLDER"
+    with pytest.raises(RunStopped, match=expected):
         run(**settings)
     assert latest_checkpoint(tmp_path / "run").name == saved
 
@@ -272,15 +272,15 @@ def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, whe
         lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= (1 if when == "rollout" else 2)
     )
     process.send_signal(signal.SIGINT if when == "rollout" else signal.SIGTERM)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, told
-    assert "the same command goes on" in told
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "the same command goes on" in output
     saved = latest_checkpoint(tmp_path / "parts")
     assert saved is not None and len(read_metrics(metrics)) == int(saved.name[-6:])
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=quiet())
     assert done.returncode == 0, done.stderr
-    whole = run("whole", iterations=6)
-    assert timeless(read_metrics(metrics)) == timeless(whole.metrics)
+    uninterrupted = run("whole", iterations=6)
+    assert timeless(read_metrics(metrics)) == timeless(uninterrupted.metrics)
 
 
 def test_a_signal_while_a_checkpoint_is_written_waits_for_it(run, monkeypatch):

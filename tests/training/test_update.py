@@ -13,7 +13,7 @@ from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.objectives.advantages import advantages_of
 from g2rpo.objectives.batch import rows_of
 from g2rpo.rollouts.score import score
-from g2rpo.training.ema import holding
+from g2rpo.training.ema import swapped_weights
 from g2rpo.training.update import NotFinite, update
 
 PROMPTS = ["0.5", "-0.25"]
@@ -36,8 +36,8 @@ def updated(algorithm, policy, rollouts, advantages, **options):
     rows = rows_of(rollouts, advantages)
     sigmas = shifted_sigmas(algorithm.num_steps)
     cond = policy.encode(PROMPTS)
-    told = update(policy, algorithm, rows, cond, sigmas, optimizer, max_grad_norm=1e9, **options)
-    return told, next(policy.module.parameters()).item()
+    metrics = update(policy, algorithm, rows, cond, sigmas, optimizer, max_grad_norm=1e9, **options)
+    return metrics, next(policy.module.parameters()).item()
 
 
 @pytest.mark.parametrize("what", ["the member's own", "the shared state"])
@@ -55,13 +55,13 @@ def test_a_broken_step_is_left_out(name, update_rule, what):
         x[2, members] = torch.nan
     broken = replace(first, x=x, x_next=x_next, log_prob=log_prob, valid=log_prob.isfinite())
     advantages = advantages_of([broken, *rest], algorithm, [1.0])
-    told, gain = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
+    metrics, gain = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
     _, wanted = updated(algorithm, GaussianPolicy(), sound, advantages)
     assert gain == pytest.approx(wanted, abs=1e-7) and gain != 1
     pulled = replace(algorithm, kl_beta=0.1)
     reference = GaussianPolicy().velocity
-    told |= updated(pulled, GaussianPolicy(), [broken, *rest], advantages, reference=reference)[0]
-    assert "kl" in told and all(torch.tensor(value).isfinite() for value in told.values())
+    metrics |= updated(pulled, GaussianPolicy(), [broken, *rest], advantages, reference=reference)[0]
+    assert "kl" in metrics and all(torch.tensor(value).isfinite() for value in metrics.values())
 
 
 @pytest.mark.parametrize("update_rule", ["once", "per_step", 3])
@@ -79,8 +79,8 @@ def test_the_first_ratio_is_one_whatever_runs_without_gradient(update_rule):
     rows = rows_of(rollouts, advantages_of(rollouts, algorithm, [1.0]))
     still = torch.optim.SGD(policy.module.parameters(), lr=0.0)
     sigmas, cond = shifted_sigmas(10), policy.encode(PROMPTS)
-    told = update(policy, algorithm, rows, cond, sigmas, still, max_grad_norm=1e9)
-    assert told["ratio_max_dev"] == 0 and told["rollout_ratio_dev"] > 1e-6
+    metrics = update(policy, algorithm, rows, cond, sigmas, still, max_grad_norm=1e9)
+    assert metrics["ratio_max_dev"] == 0 and metrics["rollout_ratio_dev"] > 1e-6
 
 
 def test_a_negative_weight_turns_its_reward_around():
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_no_number_says_how_many_steps_came_before(monkeypatc
 
 def test_parameters_hold_other_values_for_a_while():
     weights = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
-    with pytest.raises(KeyboardInterrupt), holding(weights, {"a": torch.tensor([5.0])}):
+    with pytest.raises(KeyboardInterrupt), swapped_weights(weights, {"a": torch.tensor([5.0])}):
         assert (weights["a"].item(), weights["b"].item()) == (5, 2)
         raise KeyboardInterrupt
     assert (weights["a"].item(), weights["b"].item()) == (1, 2)
@@ -159,7 +159,7 @@ def test_chunks_of_members_each_have_their_optimizer_step(name):
         mean, std = transition(algorithm.diffusion, x, v, sigmas, step, algorithm.eta)
         return transition_log_prob(algorithm.diffusion, rollout.x_next[k, g][None], mean, std)[0]
 
-    places = [
+    keys = [
         (p, k, g)
         for p, rollout in enumerate(rollouts)
         for k in range(len(rollout.step))
@@ -167,10 +167,10 @@ def test_chunks_of_members_each_have_their_optimizer_step(name):
         if bool(rollout.train_mask[k, g])
     ]
     with torch.no_grad():
-        before = {place: log_prob(rollouts[place[0]], *place) for place in places}
+        before = {key: log_prob(rollouts[key[0]], *key) for key in keys}
     halves = [range(0, (group_size + 1) // 2), range((group_size + 1) // 2, group_size)]
     for members in halves:
-        mine = [place for place in places if place[2] in members]
+        mine = [key for key in keys if key[2] in members]
         losses = [
             -advantages[p][k, g] * (log_prob(rollouts[p], p, k, g) - before[p, k, g]).exp()
             for p, k, g in mine
@@ -189,7 +189,7 @@ def test_one_broken_state_does_not_hide_how_far_the_others_depart(update_rule):
     velocity[2], log_prob[2] = torch.nan, torch.nan
     broken = replace(first, velocity=velocity, log_prob=log_prob, valid=log_prob.isfinite())
     advantages = advantages_of([broken, *rest], algorithm, [1.0])
-    told, _ = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
-    departures = {name: value for name, value in told.items() if name.startswith("velocity_dev/")}
+    metrics, _ = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
+    departures = {name: value for name, value in metrics.items() if name.startswith("velocity_dev/")}
     assert len(departures) == len(first.step)
     assert all(torch.tensor(value).isfinite() for value in departures.values())
