@@ -19,7 +19,7 @@ from g2rpo.data.prompts import Prompt
 from g2rpo.models.flux.shape import FluxShape
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rewards.base import Reward
-from g2rpo.rewards.checked import ask
+from g2rpo.rewards.checked import score_batch
 
 LEAST_PARAMS = 1e9
 """Transformers smaller than this are not looked up: their time is overhead, not arithmetic."""
@@ -154,7 +154,10 @@ def measure(
     decode = _seconds(lambda: policy.decode(latents), policy) / images
     pixels = policy.decode(latents)
     prompts = [prompt] * images
-    reward = sum(_seconds(partial(ask, one, pixels, prompts, metadata), policy) for one in rewards.values())
+    reward = sum(
+        _seconds(partial(score_batch, {name: reward}, pixels, prompts, metadata), policy)
+        for name, reward in rewards.items()
+    )
     rows = settings.update_batch
     x, sigma, cond = _inputs(policy, rows)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from g2rpo.models.policy import Policy
 from g2rpo.rewards.base import Metadata, Reward
-from g2rpo.rewards.checked import ask
+from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rollouts.explore import Samples
 from g2rpo.rollouts.plan import Plan
@@ -124,16 +124,9 @@ def score(
             if stopwatch is not None:
                 stopwatch.lap("decode")
             whose = owners[batch]
-            answers = []
-            for name, reward in rewards.items():
-                known = None if metadata is None else [metadata[p] for p in whose]
-                answer = ask(reward, pixels, [prompts[p] for p in whose], known)
-                if answer.shape != (len(pixels),):
-                    raise ValueError(
-                        f"reward {name!r} gave {tuple(answer.shape)} scores for {len(pixels)} images"
-                    )
-                answers.append(answer.to(policy.device, torch.float32).masked_fill(~usable, torch.nan))
-            scores.append(torch.stack(answers))
+            image_metadata = None if metadata is None else [metadata[p] for p in whose]
+            batch_scores = score_batch(rewards, pixels, [prompts[p] for p in whose], image_metadata)
+            scores.append(batch_scores.masked_fill(~usable, torch.nan))
             if stopwatch is not None:
                 stopwatch.lap("reward")
             if keep_pictures:

@@ -97,7 +97,7 @@ def test_a_picture_that_is_no_number_has_no_score(name, value):
     asked = [{"include": [{"class": "circle"}]}] * 3
     reward = load_reward(name, torch.device("cpu"))
     assert reward(images, ["a red circle"] * 3, asked).isnan().tolist() == [False, True, False]
-    assert reward.last_error == "1 of 3 pictures hold NaN or infinity"
+    assert reward.last_error == "1 of 3 images hold NaN or infinity"
 
 
 def test_inputs_must_belong_together():
@@ -153,4 +153,4 @@ def test_no_rewards_at_all():
 
 def test_known_names_are_module_and_factory():
     for target in REWARDS.values():
-        assert target.startswith("g2rpo.rewards.registry.") and target.partition(":")[2].startswith("load")
+        assert target.startswith("g2rpo.rewards.") and target.partition(":")[2].startswith("load")
