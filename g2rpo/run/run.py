@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from g2rpo.algorithms.base import coarse_tails
+from g2rpo.algorithms.base import coarse_tails_warning
 from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.load import read_settings
@@ -82,7 +82,7 @@ def described(settings: Settings, policy: Policy, parameters: Mapping[str, Tenso
     many = f" on {world_size()} processes" if world_size() > 1 else ""
     own = f" with {settings.weights}" if settings.weights else ""
     where = f"from iteration {step} on, " if step else ""
-    warned = f"\n{warning}" if (warning := coarse_tails(plan)) else ""
+    warned = f"\n{warning}" if (warning := coarse_tails_warning(plan)) else ""
     return (
         f"{settings.algorithm} on {settings.model}{own}: {what} ({count / 1e6:.1f} M){many}, "
         f"{settings.prompts_per_iteration} prompts x {nfe} forwards an iteration, {where}"

@@ -108,7 +108,7 @@ def update(
     def evaluate(part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability [N, G] of the members' states, with mean [N * G, ...] and std of their step."""
         members = part.x_next.shape[1]
-        v = velocity(part.x, schedule[part.step], cond[part.prompt])
+        v = velocity(part.x, schedule[part.step], cond[part.cond_row])
         step = part.step.repeat_interleave(members)
         x, v = (value.repeat_interleave(members, 0) for value in (part.x, v))
         mean, std = transition(algorithm.diffusion, x, v, schedule, step, algorithm.eta)

@@ -119,8 +119,8 @@ def test_a_reward_that_stays_broken_stops_the_run_and_mended_it_goes_on(run, tmp
     options = {"rewards": {"moody:from_the_second_on": 1.0}}
     message = (
         r"iteration 2: 100% of the samples have no reward \(max_invalid_fraction=0.1\): no score from "
-        r"moody:from_the_second_on \(RuntimeError: the scorer is down\) \(mend the reward, the same command "
-        r"goes on\). A checkpoint of iteration 1 is in"
+        r"moody:from_the_second_on \(RuntimeError: the scorer is down\) \(fix the reward, then "
+        r"run the same command to continue\). A checkpoint of iteration 1 is in"
     )
     with pytest.raises(RunStopped, match=message):
         run(**options)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gaussian_policy import GaussianPolicy, explore
+from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from torch import Tensor
 
 from g2rpo.algorithms.presets import PRESETS
@@ -29,15 +29,13 @@ REWARDS = {"brightness": brightness, "distance": distance}
 
 def judged(name_or_plan, policy=None, rewards=REWARDS, **options) -> list[Rollout]:
     policy = policy or GaussianPolicy()
-    scoring = {
-        key: options.pop(key) for key in ("metadata", "decode_batch", "keep_pictures") if key in options
-    }
+    scoring = {key: options.pop(key) for key in ("metadata", "decode_batch", "keep_images") if key in options}
     kind, eta = options.get("kind", "flow"), options.get("eta", 0.7)
     plan = name_or_plan
     if isinstance(plan, str):
         algorithm = PRESETS[name_or_plan]()
         plan, kind, eta = algorithm.plan.plan(algorithm.num_steps, 0, 0), algorithm.diffusion, algorithm.eta
-    samples = explore(policy, plan, **(options | {"kind": kind, "eta": eta}))
+    samples = explore_gaussian(policy, plan, **(options | {"kind": kind, "eta": eta}))
     return score(policy, samples, rewards, ["0.5", "-0.25"], **scoring)
 
 
@@ -61,7 +59,7 @@ def test_one_layout_for_every_method(name):
         assert rollout.step.shape == (num_noisy, 1) and rollout.step.dtype == torch.int64
         assert rollout.rewards.shape == (2, judged_steps, num_tails, 3)
         assert rollout.rewards.dtype == rollout.x.dtype == rollout.x_next.dtype == torch.float32
-        assert rollout.valid.all() and rollout.prompt == 10 + p
+        assert rollout.valid.all() and rollout.prompt_index == 10 + p
         assert (rollout.anchor_rewards is not None) == name.startswith("g2rpo")
         assert group_advantages(rollout.rewards, valid=rollout.valid).shape == (num_noisy, 3)
         plan = PRESETS[name]().plan.plan(PRESETS[name]().num_steps, 0, 0)
@@ -109,7 +107,7 @@ def test_tails_that_agree_share_image_and_score():
 
     plan = Singular((5, 6), (1, 2, 3), "paper").plan(8, 0, 0)  # from 6: 6, 7, 8; from 7: 7, 8
     rollouts = judged(plan, rewards={"b": counting})
-    assert rollouts[0].images == ((0, 0, 0), (1, 1, 1))
+    assert rollouts[0].image_of_tail == ((0, 0, 0), (1, 1, 1))
     assert sum(calls) == 2 * (2 * 3 + 1)  # prompts * (distinct images * members + the anchor's)
     assert (rollouts[0].rewards == rollouts[0].rewards[:, :, :1]).all()
 
@@ -128,16 +126,16 @@ def test_rewards_see_eight_bits_prompts_and_metadata(decode_batch):
 
     metadata = [{"mean": 0.5}, {"mean": -0.25}]
     rollouts = judged(
-        "g2rpo", rewards={"spy": spy}, metadata=metadata, decode_batch=decode_batch, keep_pictures=True
+        "g2rpo", rewards={"spy": spy}, metadata=metadata, decode_batch=decode_batch, keep_images=True
     )
     assert len(seen) == 2 * (24 * 3 + 1)
     for rollout, prompt in zip(rollouts, ("0.5", "-0.25"), strict=True):
         # the scores belong to the pictures that were kept
-        for b, row in enumerate(rollout.images):
+        for b, row in enumerate(rollout.image_of_tail):
             for j, image in enumerate(row):
-                scores = distance(rollout.pictures[image].float() / 255, [prompt] * 3)
+                scores = distance(rollout.images[image].float() / 255, [prompt] * 3)
                 torch.testing.assert_close(rollout.rewards[0, b, j], scores, rtol=0, atol=1e-6)
-        anchor = distance(rollout.anchor_picture[None].float() / 255, [prompt])
+        anchor = distance(rollout.anchor_image[None].float() / 255, [prompt])
         torch.testing.assert_close(rollout.anchor_rewards, anchor, rtol=0, atol=1e-6)
 
 
@@ -171,9 +169,9 @@ def test_a_policy_that_breaks_down_is_invalid_not_scored():
     good, bad = judged("g2rpo", Breaking(), rewards={"strict": strict})
     assert good.valid.all() and good.rewards.isfinite().all()
     assert not bad.valid.any() and bad.rewards.isnan().all()
-    assert good.drawn.all() and not bad.drawn.any()
+    assert good.policy_finite.all() and not bad.policy_finite.any()
     told = why_invalid([good, bad], ["strict"])
-    assert told.startswith("50% of all were drawn") and "strict" not in told
+    assert told.startswith("50% of all samples have states or images with NaN") and "strict" not in told
 
 
 @pytest.mark.parametrize("no_score", [torch.nan, torch.inf])
@@ -183,10 +181,10 @@ def test_a_reward_without_scores_is_told_from_a_broken_picture(name, no_score):
         return torch.full((len(images),), no_score)
 
     rollouts = judged(name, rewards={"distance": distance, "silent": silent})
-    assert all(rollout.drawn.all() and not rollout.valid.any() for rollout in rollouts)
+    assert all(rollout.policy_finite.all() and not rollout.valid.any() for rollout in rollouts)
     assert invalid_share(rollouts) == 1
     told = why_invalid(rollouts, ["distance", "silent"])
-    assert told == "no score from silent (mend the reward, the same command goes on)"
+    assert told == "no score from silent (fix the reward, then run the same command to continue)"
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
@@ -228,10 +226,10 @@ def test_every_step_rule_walks_a_path(kind):
 
 def test_errors():
     policy = GaussianPolicy()
-    samples = explore(policy, EveryStep().plan(4, 0, 0))
+    samples = explore_gaussian(policy, EveryStep().plan(4, 0, 0))
     with pytest.raises(ValueError, match="2 groups"):
         score(policy, samples, REWARDS, ["0.5"])
-    with pytest.raises(ValueError, match="at least one reward"):
+    with pytest.raises(ValueError, match="no rewards given"):
         score(policy, samples, {}, ["0.5", "0.5"])
-    with pytest.raises(ValueError, match="'short' gave"):
+    with pytest.raises(ValueError, match="'short' returned scores of shape"):
         score(policy, samples, {"short": lambda images, prompts, metadata: torch.zeros(1)}, ["0.5", "0.5"])
