@@ -33,7 +33,7 @@ def scores(loaded, reward):
     images = tensors(MODELS[reward] + "_io")["pixel_values"]
     with torch.no_grad():
         encoded = loaded.encode(captions)
-        columns = [loaded.judge(images, one.expand(len(images), *one.shape)) for one in encoded]
+        columns = [loaded.score_pixels(images, one.expand(len(images), *one.shape)) for one in encoded]
     return torch.stack(columns, 1)
 
 

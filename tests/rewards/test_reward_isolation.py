@@ -180,12 +180,12 @@ def test_networks_share_what_they_preprocess_around_a_reward_that_writes(network
 
 def test_a_network_of_the_users_that_writes_does_not_poison_what_is_shared(networks):
     class Writing(ModelReward):
-        def judge(self, pixels, captions):
+        def score_pixels(self, pixels, captions):
             pixels.zero_()
             return torch.zeros(len(pixels))
 
     inner = networks[0].reward
-    mine = Writing(inner.network, inner.use, inner._frame, inner._size)
+    mine = Writing(inner.network, inner.options, inner._frame, inner._size)
     mine.encode = inner.encode
     given = images()
     expected = networks[0](given, PROMPTS)

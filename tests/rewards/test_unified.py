@@ -205,7 +205,7 @@ def test_the_servers_own_pause_is_kept_by_all():
         began = time.monotonic()
         reward = load(judge)
         assert math.isnan(ask(reward, "a")[0]) and time.monotonic() - began < 2
-    assert "asks for a pause of more than 60 s" in reward.last_error
+    assert "requests a pause of more than 60 s" in reward.last_error
 
 
 def test_retry_after_is_seconds_or_a_date():
@@ -305,7 +305,7 @@ def test_ctrl_c_ends_the_waiting():
         ({"servers": []}, r"needs servers, .* servers = \[\"http://localhost:8000/v1\"\].*docs/rewards.md"),
         ({"servers": "localhost:8000"}, "'localhost:8000', which is no http address"),
         ({"servers": ["http://a:x/v1"]}, "no http address"),
-        ({"servers": ["http://me:secret@a/v1"]}, "carries a password.*api_key_env"),
+        ({"servers": ["http://me:secret@a/v1"]}, "contains a password.*api_key_env"),
         ({"servers": ["http://a/v1", "http://a/v1/"]}, "more than once"),
         ({"model": ""}, "model='' must name the model"),
         ({"axes": []}, "axes=.* must be a list"),
@@ -313,9 +313,9 @@ def test_ctrl_c_ends_the_waiting():
         ({"axes": ["Allignment"]}, "no axis 'Allignment'; did you mean 'Alignment'.*prompt_file"),
         ({"combine": "median"}, "neither 'mean' nor one of the axes Alignment, Coherence, Style"),
         ({"image_format": "webp"}, "'png' or 'jpeg'"),
-        ({"max_tokens": 0}, "max_tokens=0 must be a whole number, at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer, at least 1"),
         ({"timeout": "60"}, "timeout='60' must be a number of seconds above 0"),
-        ({"concurrency": 2.5}, "concurrency=2.5 must be a whole number"),
+        ({"concurrency": 2.5}, "concurrency=2.5 must be an integer"),
         ({"retries": -1}, "retries=-1"),
         ({"backoff": math.inf}, "backoff=inf"),
         ({"api_key_env": "NO_SUCH_KEY"}, "environment variable is not set; export NO_SUCH_KEY"),
@@ -335,10 +335,10 @@ def test_a_server_is_looked_for_before_the_run():
         with pytest.raises(ValueError, match="serves judge, not model='jugde'; did you mean 'judge'"):
             load(judge, model="jugde")
         judge.get = Reply(status=404)
-        with pytest.raises(ValueError, match=r"HTTP 404 and lists no models.*ends in /v1"):
+        with pytest.raises(ValueError, match=r"HTTP 404 and no list of models.*ends in /v1"):
             load(judge)
         judge.get = Reply(status=401)
-        with pytest.raises(ValueError, match=r"asks for a key \(HTTP 401.*api_key_env"):
+        with pytest.raises(ValueError, match=r"requires a key \(HTTP 401.*api_key_env"):
             load(judge)
         assert not judge.asked
 
@@ -355,7 +355,7 @@ def test_a_prompt_of_ones_own(tmp_path):
         after = load(judge, prompt_file=str(file), axes=["Beauty"]).describe()
         assert before != after and before.split("sha256")[0] == after.split("sha256")[0]
         file.write_text("Rate it")
-        with pytest.raises(ValueError, match=r"has no \{prompt\}"):
+        with pytest.raises(ValueError, match=r"must contain \{prompt\}"):
             load(judge, prompt_file=str(file), axes=["Beauty"])
 
 
