@@ -183,5 +183,5 @@ def test_what_a_row_of_the_update_costs():
     ],
 )
 def test_tails_so_coarse_that_policies_collapsed_are_told(made, said):
-    told = coarse_tails_warning(made.plan.plan(made.num_steps, 0, 0))
-    assert told.startswith(said) and bool(told) == bool(said)
+    warning = coarse_tails_warning(made.plan.plan(made.num_steps, 0, 0))
+    assert warning.startswith(said) and bool(warning) == bool(said)

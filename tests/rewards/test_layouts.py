@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.reward_files import FOLDER, MODELS, loading, publish, tensors, told
+from support.reward_files import FOLDER, MODELS, golden_json, loading, publish, tensors
 
 from g2rpo.rewards.clip import imagereward, layouts, networks
 from g2rpo.rewards.registry import load_reward
@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 def manifest(name):
     """Key -> tensor without storage, of a published file."""
-    return {key: torch.empty(shape, device="meta") for key, (shape, _) in told(f"manifests/{name}").items()}
+    return {
+        key: torch.empty(shape, device="meta") for key, (shape, _) in golden_json(f"manifests/{name}").items()
+    }
 
 
 def full_size(name, state):
@@ -167,7 +169,10 @@ def test_files_that_do_not_do(tmp_path):
         json.dumps({"model_cfg": {"embed_dim": 32, "vision_cfg": {}}})
     )
     refused("describes no CLIP of two plain transformers", "clip", path=str(bare))
-    config = {"model_cfg": told("tiny_openclip_gelu")["config"], "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}
+    config = {
+        "model_cfg": golden_json("tiny_openclip_gelu")["config"],
+        "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]},
+    }
     (bare / "open_clip_config.json").write_text(json.dumps(config))
     refused(r"preprocessing with mean \[0.5", "clip", path=str(bare))
     loose = publish("pickscore", tmp_path / "loose")
@@ -192,7 +197,7 @@ def write_without_storage(name, folder, file, wrap=lambda state: state):
     """A published file at full size that takes no disk: its tensors all show the same zeros."""
     state = {
         key: torch.zeros((), dtype=torch.int64 if key.endswith("ids") else torch.float16).expand(shape)
-        for key, (shape, _) in told(f"manifests/{name}").items()
+        for key, (shape, _) in golden_json(f"manifests/{name}").items()
     }
     torch.save(wrap(state), folder / file)
     return folder / file

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from support.reward_files import FOLDER, PICTURES, pixels, tensors, told
+from support.reward_files import FOLDER, PICTURES, golden_json, pixels, tensors
 
 from g2rpo.rewards import preprocess
 from g2rpo.rewards.preprocess import (
@@ -38,7 +38,7 @@ def the_installed_pillow(monkeypatch):
 
 def golden(picture, model):
     """The original's tensor, and of how many pixels each of its own stands for one."""
-    place = told("preprocess/index")["images"][picture][model].removeprefix("same as ")
+    place = golden_json("preprocess/index")["images"][picture][model].removeprefix("same as ")
     file, key = place.split(": ")
     return tensors(f"preprocess/{file}")[key].float(), 2 if key.endswith("_stride2") else 1
 
@@ -63,7 +63,7 @@ def test_pixels_are_those_of_the_originals(picture):
 def test_no_pixel_of_hps_is_left_out_by_thinning(picture):
     image = pixels(picture)
     sums = framed(image, pad(*image.shape[2:], 224))[0].double().sum((1, 2)).tolist()
-    wanted = told("preprocess/index")["images"][picture]["hps_sums_full_float64_per_channel"]
+    wanted = golden_json("preprocess/index")["images"][picture]["hps_sums_full_float64_per_channel"]
     assert sums == pytest.approx(wanted, abs=0.05)
 
 

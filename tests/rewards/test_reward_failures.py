@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from support.reward_servers import Reply, judging
+from support.reward_servers import Reply, serving
 
 import g2rpo
 from g2rpo.rewards.registry import CheckedReward
@@ -136,7 +136,7 @@ def test_a_server_that_breaks_down_during_a_run(run, capsys):
         judge.answer = lambda request: Reply("out of memory", status=500)
         return Reply({"scores": [len(text) % 7 for text in request["images"]]})
 
-    with judging(only_once) as judge:
+    with serving(only_once) as judge:
         options = {"urls": [judge.address], "backoff": 0.01, "retries": 1}
         reason = rf"no score from http \(of 7 samples 7 x {judge.address}: HTTP 500\)"
         with pytest.raises(RunStopped, match=f"{reason}.*A checkpoint of iteration 1 is in"):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from support.reward_files import bert_tokenizer, clip_tokenizer, told
+from support.reward_files import bert_tokenizer, clip_tokenizer, golden_json
 
 from g2rpo.rewards.clip.texts import BertTokenizer, ClipTokenizer, openclip_clean
 
-ENTRIES = told("tokenizers")["captions"]
+ENTRIES = golden_json("tokenizers")["captions"]
 TEXTS = [entry["text"] for entry in ENTRIES]
 VOCABULARY = 49408
 

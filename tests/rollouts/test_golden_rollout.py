@@ -1,4 +1,4 @@
-"""A whole G2RPO rollout against the public project's (golden file h)."""
+"""A complete G2RPO rollout against the public project's (golden file h)."""
 
 import pytest
 import torch

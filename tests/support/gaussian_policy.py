@@ -22,7 +22,7 @@ from g2rpo.rollouts.plan import Plan
 
 
 class GaussianPolicy:
-    """Counts its own evaluations: `rows` samples in `calls` calls."""
+    """Counts its evaluations: `rows` is the number of samples, `calls` has the batch size of each call."""
 
     forwards_per_sample = 1
 
