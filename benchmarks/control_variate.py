@@ -25,7 +25,7 @@ from torch import Tensor
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.comparison.arms import Arm
 from g2rpo.comparison.compare import compare
-from g2rpo.rollouts.explore import Samples
+from g2rpo.rollouts.explore import Exploration
 from g2rpo.rollouts.score import Rollout
 
 FINE = "G2RPO_BENCHMARK_FINE"  # read in the processes that train
@@ -49,16 +49,16 @@ def train_with_it() -> None:
     """In each process, before it trains."""
     from g2rpo.training import trainer
 
-    plain = trainer.sample
+    plain = trainer.explore
 
-    def sample(*given: Any, **settings: Any) -> Samples:
+    def explore(*given: Any, **settings: Any) -> Exploration:
         samples = plain(*given, **settings)
         size, total = settings["group_size"], samples.nfe["total"]  # with what guidance makes of it
         needed = controlled_nfe(samples.plan, size, int(os.environ[FINE]))["total"]
         told = total * needed // samples.plan.nfe(size)["total"]
         return replace(samples, nfe=samples.nfe | {"total": told})
 
-    trainer.sample, trainer.advantages_of = sample, advantages_of
+    trainer.explore, trainer.advantages_of = explore, advantages_of
 
 
 def main() -> None:

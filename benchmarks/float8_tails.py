@@ -23,7 +23,7 @@ from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.registry import load_policy
 from g2rpo.objectives.advantages import advantages_of
 from g2rpo.rewards.registry import load_rewards
-from g2rpo.rollouts.explore import Samples, sample
+from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.runtime.processes import resolve_device
 
@@ -52,7 +52,7 @@ def main() -> None:
     algorithm = g2rpo()
     plan, sigmas = algorithm.plan.plan(16, 0, 0), shifted_sigmas(16, 3.0)
     prompts = read_prompts("world:train")[0][: given.prompts]
-    found: dict[str, list[tuple[Samples, list[Rollout]]]] = {
+    found: dict[str, list[tuple[Exploration, list[Rollout]]]] = {
         "bfloat16": [],
         "other batches": [],
         "float8": [],
@@ -63,7 +63,7 @@ def main() -> None:
             texts = [prompt.text for prompt in batch]
             cond = policy.encode(texts)
             for name, seen in found.items():
-                samples = sample(
+                samples = explore(
                     policy,
                     plan,
                     sigmas,

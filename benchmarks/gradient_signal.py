@@ -51,7 +51,7 @@ from g2rpo.models.registry import load_policy
 from g2rpo.objectives.advantages import advantages_of
 from g2rpo.objectives.batch import rows_of
 from g2rpo.rewards.registry import load_rewards
-from g2rpo.rollouts.explore import Anchor, CountedPolicy, grow, walk_anchor
+from g2rpo.rollouts.explore import Anchor, CountedPolicy, run_branches, walk_anchor
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.rules import Singular
 from g2rpo.rollouts.score import Rollout, score
@@ -94,7 +94,7 @@ class Bench:
     fresh: int = 0  # repeats with prompts and initial noise of their own; 0 = all have the same
 
     def noise(self, arm: Arm, iterations: Iterable[int]) -> Tensor:
-        """[K, iterations * P, G, L, C] on the CPU, by the keys that `sample` draws with."""
+        """[K, iterations * P, G, L, C] on the CPU, by the keys that `explore` draws with."""
         keys = [(self.seed, i, p) for i in iterations for p in range(self.prompts)]
         shape, steps = self.policy.latent_shape, arm.plan.noise_steps
         drawn = [group_noise(arm.noise, shape, arm.group_size, key, step) for step in steps for key in keys]
@@ -122,7 +122,7 @@ class Bench:
                 {k: value[again] for k, value in some.items()} for some in (walked.states, walked.velocities)
             )
             keys = tuple((self.seed, 0, p) for p in rows.tolist())
-            samples = grow(
+            samples = run_branches(
                 many,
                 plan,
                 levels,

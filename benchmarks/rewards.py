@@ -27,7 +27,7 @@ from torch import Tensor
 
 from g2rpo.rewards.clip import imagereward, networks
 from g2rpo.rewards.clip.base import ClipReward
-from g2rpo.rewards.model_reward import DTYPES, ModelReward, Use
+from g2rpo.rewards.model_reward import DTYPES, ModelReward, ScoringOptions
 from g2rpo.rewards.preprocess import crop_transformers, framed, pad, squash
 from g2rpo.rewards.registry import load_reward
 from g2rpo.runtime.processes import resolve_device
@@ -75,7 +75,7 @@ def random_ids(length: int, vocabulary: int, end: int) -> Any:
     return ids
 
 
-def build(name: str, network: Any, use: Use, path: str | None) -> ModelReward:
+def build(name: str, network: Any, use: ScoringOptions, path: str | None) -> ModelReward:
     if path is not None:
         loaded = load_reward(
             name, use.device, {"path": path, "batch": use.batch, "dtype": use.dtype, "offload": use.offload}
@@ -161,11 +161,11 @@ def main() -> None:
         told: dict[str, Any] = {"images_per_second": {}, "floor": {}, "gigabytes": {}}
         exact = None
         for dtype in DTYPES:
-            reward = build(name, network, Use(device, batches[0], dtype), paths.get(name))
+            reward = build(name, network, ScoringOptions(device, batches[0], dtype), paths.get(name))
             size = sum(one.numel() * one.element_size() for one in reward.network.parameters())
             told["gigabytes"][dtype] = size / 1e9
             for batch in batches:
-                reward.use = Use(device, batch, dtype)
+                reward.options = ScoringOptions(device, batch, dtype)
                 scores = reward(images, prompts)
                 if exact is None:
                     exact = scores
@@ -206,7 +206,7 @@ def peak(rewards: list[ModelReward], images: Tensor, prompts: list[str], batch: 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for reward in rewards:
-        reward.use = Use(reward.device, batch, reward.use.dtype)
+        reward.options = ScoringOptions(reward.device, batch, reward.options.dtype)
         reward(images, prompts)
     return torch.cuda.max_memory_allocated() / 1e9
 

@@ -36,7 +36,7 @@ from g2rpo.flow.sde import transition
 from g2rpo.models.flux.shape import flux_shape
 from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
-from g2rpo.rollouts.explore import Samples, sample
+from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.score import score
 from g2rpo.runtime.processes import (
     barrier,
@@ -309,10 +309,10 @@ def ours(
     rewards = load_rewards(["colourfulness"], device)
     loaded = time.perf_counter() - began
 
-    def rollout(steps: Any) -> tuple[Samples, dict[str, float]]:
+    def rollout(steps: Any) -> tuple[Exploration, dict[str, float]]:
         plan = g2rpo(train_steps=steps).plan.plan(NUM_STEPS, 0, 0)
         timer = Timer(device)
-        samples = sample(
+        samples = explore(
             policy,
             plan,
             shifted_sigmas(NUM_STEPS, SHIFT),

@@ -26,7 +26,7 @@ from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition
 from g2rpo.models.policy import Policy
 from g2rpo.models.registry import load_policy
-from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.rules import Singular
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.random import keyed_noise
@@ -57,7 +57,7 @@ def main() -> None:
     counts, differences = {"naive": forwards}, {}
     for batch in given.batches:
         began = time.perf_counter()
-        samples = sample(
+        samples = explore(
             policy,
             plan,
             sigmas,

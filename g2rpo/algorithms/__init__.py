@@ -1,1 +1,1 @@
-"""The methods as data: one file per method."""
+"""The methods as data, one file per method."""

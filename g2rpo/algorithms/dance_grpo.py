@@ -21,7 +21,8 @@ def dance_grpo(
 ) -> Algorithm:
     """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
 
-    Three optimizer steps an iteration, over four of the twelve members each, as its FLUX script takes them.
+    As in its FLUX script, each iteration takes three optimizer steps, over four of twelve members each. The
+    arguments are documented in `Algorithm` and `EveryStep`.
     """
     return Algorithm(
         plan=EveryStep(train_fraction),

@@ -1,4 +1,4 @@
-"""Flow-GRPO (arXiv:2505.05470) and Flow-GRPO-Fast: noise on every step, or in a window at random places."""
+"""Flow-GRPO (arXiv:2505.05470) and Flow-GRPO-Fast: noise on every step, or in a randomly placed window."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def flow_grpo(
 ) -> Algorithm:
     """Flow-GRPO (arXiv:2505.05470) with its FLUX settings: noise on every step, the batch's spread.
 
-    Left out: its two updates per collection. For SD3.5-M it uses num_steps 10, eta 0.7 and a KL.
+    Its two updates per iteration are left out. For SD3.5-M it uses num_steps 10, eta 0.7 and a KL.
 
-    `window` = 2 or 3 is Flow-GRPO-Fast: noise on so many consecutive steps alone, at a new place within
-    `window_range` (first step, end; None: the first half of the steps) each iteration. Its released settings
-    have diffusion "cps", eta 0.8 and clip_range 1e-5 with it.
+    Args:
+        window: 2 or 3 gives Flow-GRPO-Fast: noise on that many consecutive steps only, at a random position
+            in each iteration. Its released settings add diffusion "cps", eta 0.8 and clip_range 1e-5.
+        window_range: (first step, end) within which the window lies; None = the first half of the steps.
+
+    The other arguments are documented in `Algorithm`.
+
+    Raises:
+        ValueError: window_range without window, or with other than two numbers.
     """
     plan: PlanRule = EveryStep()
     if window is not None:

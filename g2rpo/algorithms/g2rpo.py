@@ -1,4 +1,4 @@
-"""G2RPO (arXiv:2510.01982): one noise step at a time, judged at several granularities."""
+"""G2RPO (arXiv:2510.01982): one noise step at a time, evaluated at several granularities."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def g2rpo(
     kl_beta: float = 0.0,
     update: str | int = "once",
 ) -> Algorithm:
-    """G2RPO (arXiv:2510.01982): one noisy step at a time, judged at several granularities.
+    """G2RPO (arXiv:2510.01982): one noise step at a time, evaluated at several granularities.
 
-    `train_steps` is the first n steps or a list, of which an iteration explores `steps_per_iteration` (None:
-    all). The released training scripts use strides 1 and 2, the paper 1, 2 and 3.
+    Args:
+        train_steps: the noise steps, as a list, or a number n for the first n steps.
+        steps_per_iteration: number of train_steps that an iteration explores; None = all.
+        step_draw: how they are sampled, see `Singular.draw`.
+        granularities: strides of the tails; the paper uses 1, 2 and 3, the released scripts 1 and 2.
+        tail_rule: "released" or "paper", see `schedule.tail`.
+
+    The other arguments are documented in `Algorithm`.
     """
     steps = range(train_steps) if isinstance(train_steps, int) else train_steps
     return Algorithm(
@@ -60,7 +66,7 @@ def g2rpo_single(
     kl_beta: float = 0.0,
     update: str | int = "once",
 ) -> Algorithm:
-    """G2RPO with Lambda = {1}: singular noise, every tail at full length (both tail rules agree there)."""
+    """G2RPO with Lambda = {1}: one noise step at a time, every tail of stride 1 (both tail rules agree)."""
     return g2rpo(
         num_steps=num_steps,
         shift=shift,

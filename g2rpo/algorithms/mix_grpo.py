@@ -26,9 +26,16 @@ def mix_grpo(
 ) -> Algorithm:
     """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
 
-    Four optimizer steps an iteration, over three of the twelve members each, as its FLUX script takes them.
-    `flash` = 0.4 is MixGRPO-Flash (second-order tail on fewer points); Flash* is 0.2 with window_stride 0.
-    Weights of several rewards are divided by their sum, as there (of their sizes, where one is negative).
+    As in its FLUX script, each iteration takes four optimizer steps, over three of twelve members each, and
+    the weights of the rewards are divided by their sum (here by the sum of their absolute values).
+
+    Args:
+        window, window_hold, window_stride, window_order, roll_back: see width, hold, stride, order and
+            roll_back of `Window`.
+        flash: 0.4 gives MixGRPO-Flash (a second-order tail on fewer points); Flash* is 0.2 with
+            window_stride 0; None = Euler on every step.
+
+    The other arguments are documented in `Algorithm`.
     """
     return Algorithm(
         plan=Window(window, window_hold, window_stride, window_order, roll_back, flash, shift),

@@ -1,4 +1,4 @@
-"""Every method by its name."""
+"""The table of methods by name."""
 
 from __future__ import annotations
 
@@ -17,3 +17,4 @@ PRESETS: dict[str, Callable[..., Algorithm]] = {
     "dance_grpo": dance_grpo,
     "mix_grpo": mix_grpo,
 }
+"""Name -> preset: a function from a method's options to its Algorithm."""

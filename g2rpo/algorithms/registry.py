@@ -1,4 +1,4 @@
-"""What a preset can be told: its keyword arguments are the one list of an algorithm's options."""
+"""Options of a preset: its keyword arguments are the only list of an algorithm's options."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,20 +11,21 @@ if TYPE_CHECKING:
 
 
 def _preset(algorithm: str) -> "Callable[..., Algorithm]":
-    from g2rpo.algorithms.presets import PRESETS  # needs torch, which reading a recipe's text does not
+    from g2rpo.algorithms.presets import PRESETS  # imports torch, which reading a recipe does not need
 
     if algorithm not in PRESETS:
         raise ValueError(
-            f"no algorithm {algorithm!r}; there are {', '.join(PRESETS)}{did_you_mean(algorithm, PRESETS)}"
+            f"unknown algorithm {algorithm!r}{did_you_mean(algorithm, PRESETS)}; "
+            f"use one of {', '.join(PRESETS)}"
         )
     return PRESETS[algorithm]
 
 
 def algorithm_defaults(algorithm: str) -> dict[str, Any]:
-    """The preset's options with their defaults.
+    """Returns the preset's options with their defaults.
 
     Raises:
-        ValueError: unknown preset.
+        ValueError: the preset is unknown.
     """
     return {
         name: parameter.default
@@ -33,16 +34,16 @@ def algorithm_defaults(algorithm: str) -> dict[str, Any]:
 
 
 def make_algorithm(algorithm: str, options: Mapping[str, Any]) -> "Algorithm":
-    """The preset with some of its options set; lists, as TOML gives them, become tuples.
+    """Returns the algorithm of a preset, with the given options set; lists (from TOML) become tuples.
 
     Raises:
-        ValueError: unknown preset, an option that it does not take, or a value that it refuses.
+        ValueError: the preset or an option is unknown, or the value of an option is not allowed.
     """
-    taken = algorithm_defaults(algorithm)
-    if unknown := [name for name in options if name not in taken]:
+    known = algorithm_defaults(algorithm)
+    if unknown := [name for name in options if name not in known]:
         raise ValueError(
             f"algorithm={algorithm!r} takes no {', '.join(unknown)}; it would have no effect. "
-            f"Its options are {', '.join(taken)}; {unknown[0]}=none takes one out of a recipe"
+            f"Its options are {', '.join(known)}; to remove one from a recipe, set {unknown[0]}=none"
         )
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return _preset(algorithm)(**frozen)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from g2rpo.algorithms.base import coarse_tails
+from g2rpo.algorithms.base import coarse_tails_warning
 from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
@@ -135,7 +135,7 @@ def plan_costs(
     per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
     images = groups * sum(per_group) / n
     size, recomputed = settings.group_size, settings.gradient_checkpointing
-    passes = [algorithm.forwards_a_row(plan, size, recomputed) for plan in plans]
+    passes = [algorithm.forwards_per_row(plan, size, recomputed) for plan in plans]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
     eval_images = _evaluation_images(settings, num_prompts)
     eval_forwards = networks * eval_images * settings.eval_num_steps
@@ -163,7 +163,7 @@ def plan_costs(
     if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
         notes += ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
     notes += coinciding_tails(plans, settings)
-    notes += tuple(filter(None, map(coarse_tails, plans)))[:1]
+    notes += tuple(filter(None, map(coarse_tails_warning, plans)))[:1]
     if memory_bytes is not None:
         notes += _fit_notes(settings, shape, plans, num_processes, memory_bytes)
     return Costs(

@@ -19,7 +19,7 @@ from g2rpo.data.prompts import Prompt
 from g2rpo.models.flux.shape import FluxShape
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rewards.base import Reward
-from g2rpo.rewards.checked import ask
+from g2rpo.rewards.checked import score_batch
 
 MIN_TABULATED_PARAMS = 1e9
 """Minimum size of a transformer for the table, because the time of smaller ones is mostly overhead."""
@@ -157,7 +157,9 @@ def measure_speeds(
     decode = _seconds(lambda: policy.decode(latents), policy) / images
     pixels = policy.decode(latents)
     prompts = [prompt] * images
-    scoring = (partial(ask, reward, pixels, prompts, metadata) for reward in rewards.values())
+    scoring = (
+        partial(score_batch, {name: reward}, pixels, prompts, metadata) for name, reward in rewards.items()
+    )
     reward_seconds = sum(_seconds(score, policy) for score in scoring)
     rows = settings.update_batch
     x, sigma, cond = _inputs(policy, rows)

@@ -1,10 +1,10 @@
-"""Prompt files -> prompts -> an endless, resumable stream of them.
+"""Reading of prompt files; stream.py makes an endless, resumable stream of the prompts.
 
-Layouts: txt (one a line), json (a list of strings or of records, or HPSv2's {style: [prompt, ...]}), jsonl
-(GenEval's metadata among others), csv, tsv, parquet, and world:NAME, the embedded world's own sets.
+Formats: txt (one prompt per line), json (a list of strings or records, or HPSv2's {style: [prompt, ...]}),
+jsonl (such as GenEval's metadata), csv, tsv, parquet, and world:NAME, the sets of the embedded world.
 
-Epoch e of the stream is the set sorted by blake2b(seed, e, index): a permutation that depends on no
-library's generator and on no number of processes, so a position, one integer, is all that a resume needs.
+Epoch e of the stream is the set sorted by blake2b(seed, e, index). This permutation depends neither on a
+library's random generator nor on the number of processes, so a resume needs only a position, one integer.
 """
 
 import csv
@@ -22,35 +22,37 @@ MAX_CHARACTERS = 2500
 TEXT_KEYS = ("prompt", "caption", "text")
 SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
-Record = tuple[str, Any, dict[str, Any]]  # where it stands ("line 3"), its text, everything else it carries
-EMPTY_LINE = object()  # in place of a text: a line of nothing, which is counted; an empty text is an error
+Record = tuple[str, Any, dict[str, Any]]
+"""Location in the file ("line 3"), text, and the other fields of the record."""
+EMPTY_LINE = object()
+"""Replaces the text of an empty line, which is skipped and counted; an empty text in a record is an error."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt."""
+    """One prompt of a set."""
 
     text: str
-    """Without white space around it."""
+    """The prompt, without surrounding white space."""
     metadata: dict[str, Any]
-    """What else its record holds; rewards get it."""
+    """The other fields of its record, which rewards receive."""
     index: int
-    """Its place among the kept prompts, from 0."""
+    """Its index among the kept prompts, from 0."""
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What became of the records of a source."""
+    """How many records of a source were kept or skipped."""
 
     source: str
     kept: int = 0
     empty_lines: int = 0
     duplicates: list[str] = field(default_factory=list)
-    """Where each repeated prompt stands; the first of its kind is kept."""
+    """Location of each repeated prompt; only the first occurrence is kept."""
 
     @property
     def read(self) -> int:
-        """Prompts that the source holds, repeats and all."""
+        """Number of prompts in the source, including repeated ones."""
         return self.kept + len(self.duplicates)
 
     def __str__(self) -> str:
@@ -64,32 +66,39 @@ class ReadReport:
 
 
 def check_source(source: str) -> None:
-    """Raises ValueError unless `source` is world:NAME or a file of a known kind that exists."""
+    """Checks a source of prompts.
+
+    Raises:
+        ValueError: it is neither world:NAME nor an existing file of a supported format.
+    """
     if source.startswith("world:"):
         from g2rpo.world.captions import PROMPT_SETS
 
         if (name := source.removeprefix("world:")) not in PROMPT_SETS:
             known = ", ".join(f"world:{known}" for known in PROMPT_SETS)
-            raise ValueError(f"no prompts {source!r}; there are {known}{did_you_mean(name, PROMPT_SETS)}")
+            raise ValueError(f"unknown prompts {source!r}; use {known}{did_you_mean(name, PROMPT_SETS)}")
         return
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME")
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(
-            f"{path}: prompts are read from {', '.join(SUFFIXES)}, not from {path.suffix or 'no suffix'}"
+            f"{path}: prompt files end in {', '.join(SUFFIXES)}, not in {path.suffix or 'no suffix'}"
         )
 
 
 def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
-    """Prompts of a file or of the embedded world, each text once.
+    """Reads the prompts of a file or of the embedded world, each text once.
 
     Args:
         source: a path, or world:NAME.
 
+    Returns:
+        The prompts, and a report of skipped records.
+
     Raises:
-        ValueError: no such file, not readable as what its suffix says, an empty prompt in a record, one
-            over MAX_CHARACTERS, or nothing at all; the message names file and line.
+        ValueError: the file does not exist, does not have the format of its suffix, has an empty or too long
+            prompt in a record, or no prompts; the message names file and line.
     """
     source = str(source)
     check_source(source)
@@ -97,53 +106,53 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
     prompts: list[Prompt] = []
     duplicates: list[str] = []
     empty_lines = 0
-    for place, text, metadata in records(source):
+    for location, text, metadata in records(source):
         if text is EMPTY_LINE:
             empty_lines += 1
             continue
-        text = checked_text(text, f"{source}, {place}")
+        text = checked_text(text, f"{source}, {location}")
         if text in first:
-            duplicates.append(f"{place} repeats {first[text]}")
+            duplicates.append(f"{location} repeats {first[text]}")
             continue
-        first[text] = place
+        first[text] = location
         prompts.append(Prompt(text, metadata, index=len(prompts)))
     if not prompts:
-        raise ValueError(f"{source} holds no prompts")
+        raise ValueError(f"{source} contains no prompts; give at least one")
     return prompts, ReadReport(source, len(prompts), empty_lines, duplicates)
 
 
 def as_prompts(texts: Sequence[str]) -> list[Prompt]:
-    """Prompts that a caller wrote down, in their order.
+    """Makes prompts of the given texts, in their order and without metadata.
 
     Raises:
-        ValueError: one that is no text, empty or too long.
+        ValueError: an entry is no string, empty or too long.
     """
     return [Prompt(checked_text(text, f"prompt {i + 1}"), {}, i) for i, text in enumerate(texts)]
 
 
 def checked_text(text: Any, where: str) -> str:
-    """A prompt without white space around it; `where` is told in errors.
+    """Returns a prompt without surrounding white space; `where` is its location, for messages.
 
     Raises:
-        ValueError: no text, an empty one or one that is too long.
+        ValueError: it is no string, empty or longer than MAX_CHARACTERS.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{where}: a prompt is text, not {text!r}")
+        raise ValueError(f"{where}: a prompt must be a string, got {text!r}")
     text = text.strip()
     if not text:
         raise ValueError(f"{where}: empty prompt; a prompt has 1 to {MAX_CHARACTERS} characters")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
-            f"{where}: a prompt of {len(text)} characters; the limit is {MAX_CHARACTERS}: shorten it"
+            f"{where}: the prompt has {len(text)} characters; shorten it to at most {MAX_CHARACTERS}"
         )
     return text
 
 
 def records(source: str) -> Iterator[Record]:
-    """Every entry of a file, or of world:NAME, as it stands there: (place in words, text, metadata).
+    """Yields every record of a file or of world:NAME, unchecked: (location, text, metadata).
 
     Raises:
-        ValueError: a file that cannot be read as what its name says.
+        ValueError: the file does not have the format of its suffix.
     """
     if source.startswith("world:"):
         from g2rpo.world.captions import prompt_set
@@ -158,17 +167,17 @@ def records(source: str) -> Iterator[Record]:
         return
     text = _decoded(path)
     if suffix in (".txt", ".jsonl"):
-        # Only \n ends a line: str.splitlines also cuts at form feeds and U+2028, which prompts do contain.
+        # Only \n ends a line: str.splitlines also splits at form feeds and U+2028, which prompts do contain.
         lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         for i, line in enumerate(lines[:-1] if lines[-1] == "" else lines):
-            place = f"line {i + 1}"
+            location = f"line {i + 1}"
             if not line.strip():
-                yield place, EMPTY_LINE, {}
+                yield location, EMPTY_LINE, {}
             elif suffix == ".txt":
-                yield place, line, {}
+                yield location, line, {}
             else:
-                where = f"{path}, {place}"
-                yield _from_json(_parsed_json(line, where), where, place)
+                where = f"{path}, {location}"
+                yield _from_json(_parsed_json(line, where), where, location)
     elif suffix == ".json":
         yield from _from_json_file(_parsed_json(text, str(path)), path)
     else:
@@ -199,54 +208,56 @@ def _text_key(keys: Sequence[str], where: str) -> str:
         if key in keys:
             return key
     raise ValueError(
-        f"{where}: no {', '.join(TEXT_KEYS[:-1])} or {TEXT_KEYS[-1]} among {', '.join(keys) or 'nothing'}"
+        f"{where}: no {', '.join(TEXT_KEYS[:-1])} or {TEXT_KEYS[-1]} among {', '.join(keys) or 'no fields'}"
     )
 
 
-def _from_json(value: Any, where: str, place: str) -> Record:
+def _from_json(value: Any, where: str, location: str) -> Record:
     if isinstance(value, dict):
         key = _text_key(list(value), where)
-        return place, value[key], {name: item for name, item in value.items() if name != key}
-    return place, value, {}
+        return location, value[key], {name: item for name, item in value.items() if name != key}
+    return location, value, {}
 
 
 def _from_json_file(value: Any, path: Path) -> Iterator[Record]:
     if isinstance(value, dict) and all(isinstance(entries, list) for entries in value.values()):
         for style, entries in value.items():  # HPSv2's benchmark
             for i, entry in enumerate(entries):
-                place = f"entry {i + 1} of {style!r}"
-                _, text, metadata = _from_json(entry, f"{path}, {place}", place)
-                yield place, text, {**metadata, "style": style}
+                location = f"entry {i + 1} of {style!r}"
+                _, text, metadata = _from_json(entry, f"{path}, {location}", location)
+                yield location, text, {**metadata, "style": style}
     elif isinstance(value, list):
         for i, entry in enumerate(value):
             yield _from_json(entry, f"{path}, entry {i + 1}", f"entry {i + 1}")
     else:
         raise ValueError(
-            f"{path}: a list of prompts or {{style: [prompt, …]}} is read, not {type(value).__name__}"
+            f"{path}: give a list of prompts or {{style: [prompt, …]}}, not {type(value).__name__}"
         )
 
 
 def _from_csv(text: str, path: Path, delimiter: str) -> Iterator[Record]:
-    # Not DictReader, which passes over empty lines without a word.
+    # csv.DictReader would skip empty lines silently.
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    ended = 0  # where a broken row begins: line_num is the end of the last whole one
+    row_end = 0  # last line of the last complete row; an invalid row begins on the next line
     try:
         header = next(rows, [])
-        ended = rows.line_num
+        row_end = rows.line_num
         key = _text_key(header, f"{path}, line 1 (the header)")
         for cells in rows:
-            ended, place = rows.line_num, f"line {rows.line_num}"
+            row_end, location = rows.line_num, f"line {rows.line_num}"
             if not cells:
-                yield place, EMPTY_LINE, {}
+                yield location, EMPTY_LINE, {}
                 continue
             if len(cells) > len(header):
                 raise ValueError(
-                    f"{path}, {place}: more cells than the header has; quote a prompt that holds commas"
+                    f"{path}, {location}: more cells than the header has; quote a prompt that contains commas"
                 )
-            row: dict[str, Any] = dict(zip_longest(header, cells))  # a short row lacks its last cells
-            yield place, row.pop(key), row
+            row: dict[str, Any] = dict(
+                zip_longest(header, cells)
+            )  # missing cells at the end of a row become None
+            yield location, row.pop(key), row
     except csv.Error as error:
-        raise ValueError(f"{path}, line {ended + 1}: {error}") from error
+        raise ValueError(f"{path}, line {row_end + 1}: {error}") from error
 
 
 def _from_parquet(path: Path) -> Iterator[Record]:
@@ -260,7 +271,7 @@ def _from_parquet(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: not a parquet file: {error}") from error
     schema = file.schema_arrow
     key = _text_key(schema.names, str(path))
-    # Image columns and the like would fill the memory; rewards get plain values only.
+    # Columns such as images would fill the memory; rewards receive plain values only.
     plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
     columns = [name for name in schema.names if any(is_kind(schema.field(name).type) for is_kind in plain)]
     if key not in columns:

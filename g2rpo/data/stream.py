@@ -1,4 +1,4 @@
-"""The stream of prompts of a run: the same order on any number of processes."""
+"""The stream of prompts of a run, in the same order on any number of processes."""
 
 from __future__ import annotations
 
@@ -11,44 +11,52 @@ from g2rpo.data.prompts import Prompt
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Changes with any prompt's text or metadata, and with their order."""
+    """Returns a hash of the prompts' texts, metadata and order."""
     texts = json.dumps([[p.text, p.metadata] for p in prompts], sort_keys=True, default=str)
     return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
 
 
 class PromptStream:
-    """The prompts without end: each epoch holds every prompt once, in an order of its own.
+    """An endless stream of prompts; each epoch contains every prompt once, in its own order.
 
-    A position counts prompts from the start of the run. `at` looks up, it moves nothing: the position
-    belongs to the run, and any process can ask for any part of the stream.
+    A position counts prompts from the start of the run. The stream has no current position, which belongs to
+    the run, so any process can read any part of it.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        """Raises ValueError for an empty sequence."""
+        """Creates the stream.
+
+        Args:
+            prompts: the prompts of an epoch, at least one.
+            seed: determines the order of each epoch.
+
+        Raises:
+            ValueError: no prompts.
+        """
         if not prompts:
             raise ValueError("a stream needs at least one prompt")
         self._prompts = tuple(prompts)
         self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])  # the epoch asked for last, and its order
+        self._order: tuple[int, list[int]] = (-1, [])  # the epoch that was read last, and its order
 
     @cached_property
     def identity(self) -> str:
-        """`prompts_hash` of them."""
+        """The `prompts_hash` of the prompts."""
         return prompts_hash(self._prompts)
 
     def at(self, position: int, count: int) -> list[Prompt]:
-        """`count` prompts from `position` on.
+        """Returns `count` prompts from `position` on.
 
         Raises:
             ValueError: a negative position or count.
         """
         if position < 0 or count < 0:
             raise ValueError(f"need position >= 0 and count >= 0, got {position=}, {count=}")
-        found = []
-        for place in range(position, position + count):
-            epoch, offset = divmod(place, len(self._prompts))
-            found.append(self._prompts[self._epoch_order(epoch)[offset]])
-        return found
+        prompts = []
+        for prompt_index in range(position, position + count):
+            epoch, offset = divmod(prompt_index, len(self._prompts))
+            prompts.append(self._prompts[self._epoch_order(epoch)[offset]])
+        return prompts
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:

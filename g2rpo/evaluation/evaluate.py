@@ -30,6 +30,7 @@ from g2rpo.evaluation.matching import read_pixels
 from g2rpo.evaluation.score_folder import code_hash, parsed_options
 from g2rpo.evaluation.stats import Array, Difference, Mean, difference_of, mean_of
 from g2rpo.evaluation.tables import markdown
+from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
@@ -268,10 +269,10 @@ class _Evaluation:
                 pixels = torch.stack([read_pixels(self.lineup.file(*place)) for place in places]).to(device)
                 prompts = [every[i].text for _, _, i in places]
                 known = [dict(every[i].metadata) for _, _, i in places]
-                values = {name: one(pixels, prompts, known).tolist() for name, one in rewards.items()}
+                scores = score_batch(rewards, pixels, prompts, known).T.tolist()
                 rows = {
-                    place: {name: float(_text(values[name][n])) for name in self.names}
-                    for n, place in enumerate(places)
+                    place: {name: float(_text(value)) for name, value in zip(rewards, values, strict=True)}
+                    for place, values in zip(places, scores, strict=True)
                 }
                 self.rows |= rows
                 file.write(self._lines(places))

@@ -27,7 +27,7 @@ from g2rpo.inference.images import grid, save_curves, save_png
 from g2rpo.inference.sample import sample_images
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.rewards.base import Reward
-from g2rpo.rewards.checked import ask
+from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward
 from g2rpo.run.metrics import MetricsWriter, read_metrics
@@ -110,8 +110,9 @@ class Watcher:
             for low in range(0, len(images), self.batch):
                 part = images[low : low + self.batch].to(self.policy.device)
                 prompts, metadata = list(texts[low : low + self.batch]), list(known[low : low + self.batch])
-                for name, reward in self.rewards.items():
-                    found[name].append(ask(reward, part, prompts, metadata).float().cpu())
+                scores = score_batch(self.rewards, part, prompts, metadata).cpu()
+                for name, values in zip(self.rewards, scores, strict=True):
+                    found[name].append(values)
         return found
 
     def evaluate(self, pictures: PictureSet, out: Path, step: int) -> dict[str, float]:

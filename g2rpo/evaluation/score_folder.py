@@ -25,6 +25,7 @@ import torch
 from g2rpo.config.recipe import parse_value
 from g2rpo.evaluation.matching import Item, Matched, match, pixels_by_size, size_of
 from g2rpo.evaluation.stats import mean_and_error
+from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
 from g2rpo.runtime.interrupt import interruptible
@@ -172,10 +173,9 @@ def _run(
             rows: list[Row] = [{} for _ in part]
             for places, pixels in pixels_by_size(part):
                 texts, known = [part[i].prompt for i in places], [part[i].metadata for i in places]
-                for name, reward in rewards.items():
-                    values = reward(pixels.to(device), texts, known).tolist()
-                    for i, value in zip(places, values, strict=True):
-                        rows[i][name] = value
+                scores = score_batch(rewards, pixels.to(device), texts, known)
+                for i, values in zip(places, scores.T.tolist(), strict=True):
+                    rows[i] = dict(zip(rewards, values, strict=True))
             append(part, rows)
             progress(low + len(part))
 

@@ -1,1 +1,1 @@
-"""From rewards to advantages, from advantages to a loss."""
+"""Advantages from rewards, training rows from rollouts, and the loss."""

@@ -1,17 +1,17 @@
-"""Rewards of a group to advantages.
+"""Advantages: the rewards of a group, standardised and summed.
 
-Within a group of G images of one prompt, for each reward r, noisy step k and granularity j by itself,
+Within a group of G images of one prompt, for each reward r, noise step k and granularity j separately,
 
     z = (r - mean_G r) / (std_G r + eps)                      (GRPO, arXiv:2402.03300)
     A[k, g] = clip( sum_r w_r sum_j z[r, k, j, g],  +- clip )  (G2RPO, arXiv:2510.01982, Eq. 11)
 
-so a reward's own scale and offset drop out and only the weights decide what counts how much. A method that
-judges a whole path by one image has one k and one j, and broadcasts. Flow-GRPO (arXiv:2505.05470) takes the
-spread of the whole batch instead of the group's.
+so the scale and offset of a reward cancel, and only the weights decide how much it counts. A method that
+scores a path by one image has one k and one j, and broadcasts. Flow-GRPO (arXiv:2505.05470) divides by the
+spread of the batch instead of the group's.
 
-Two traps of released code end here. A group of equal float32 rewards leaves a rounding residue which, over
-eps = 1e-8, reads as an advantage of 18: a spread below rounding counts as none. And one not-a-number makes
-every advantage one: an invalid member is left out of its step's statistics and gets 0.
+Two errors of released code are avoided here. A group of equal float32 rewards leaves a rounding residue that,
+divided by eps = 1e-8, becomes an advantage of up to 18; a spread below rounding counts as 0. A single NaN
+makes every advantage NaN; an invalid member is left out of its step's statistics and gets advantage 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from g2rpo.rollouts.score import Rollout
 
-# Rewards come in float32 at best, whatever the dtype of their tensor: a spread within these units is none.
 ROUNDING_UNITS = 8
+"""A spread within so many float32 rounding units counts as 0: rewards are computed in float32 at best."""
 
 
 class AdvantageRule(Protocol):
-    """How a method makes advantages of rewards; algorithms/base.py documents each field."""
+    """How a method computes advantages from rewards; algorithms/base.py documents each field."""
 
     @property
     def advantage_clip(self) -> float | None: ...
@@ -59,24 +59,24 @@ def group_advantages(
     std: Tensor | None = None,
     trim: float = 0.0,
 ) -> Tensor:
-    """Standardise within each group, then sum over rewards (weighted) and granularities, then clip.
+    """Standardises within each group, then sums over rewards (weighted) and granularities, then clips.
 
     Args:
-        rewards: scores [R, K, J, G], each reward on its own scale. Not a number = invalid.
+        rewards: scores [R, K, J, G], each reward on its own scale; NaN or infinite = invalid.
         weights: [R], unitless; None = 1 each.
-        clip: bound of the sum; None = unbounded.
-        valid: [K, G], False leaves the member out of every (reward, granularity) of its step.
+        clip: bound of the sum's absolute value; None = unbounded.
+        valid: [K, G], bool; False leaves the member out of every (reward, granularity) of its step.
         eps: added to the standard deviation.
         ddof: 1 = unbiased, 0 = biased standard deviation.
-        std: [R], the spread from outside (such as `pooled_std` of the batch) instead of each group's own.
-        trim: leave the int(trim G) lowest rewards out of mean and std (MixGRPO's option).
+        std: [R], a given spread (such as `pooled_std` of the batch) that replaces each group's own.
+        trim: share in [0, 1) of the lowest rewards that mean and std leave out (MixGRPO's option).
 
     Returns:
-        [K, G]; float64 for float64 rewards, else float32. A row sums to 0 before clipping if trim is 0. A
+        [K, G], float64 for float64 rewards, else float32. Each row sums to 0 before clipping if trim is 0. A
         spread of at most 8 float32 rounding units of max |r| gives 0, and so do fewer than 2 valid members.
 
     Raises:
-        ValueError: shapes that do not fit, trim outside [0, 1).
+        ValueError: shapes that do not fit, or trim outside [0, 1).
     """
     if rewards.ndim != 4:
         raise ValueError(f"rewards must be [R, K, J, G], got shape {tuple(rewards.shape)}")
@@ -119,9 +119,14 @@ def group_advantages(
 
 
 def pooled_std(rewards: Tensor, *, ddof: int = 0) -> Tensor:
-    """Standard deviation of each reward over everything given, [R, ...] -> [R]; not-a-numbers left out.
+    """Returns the standard deviation of each reward over all its finite values (Flow-GRPO's `global_std`).
 
-    Flow-GRPO's `global_std`, biased there. With one value or none it is 0.
+    Args:
+        rewards: [R, ...]; NaN and infinite values are left out.
+        ddof: 0 = biased, as in Flow-GRPO, 1 = unbiased.
+
+    Returns:
+        [R], float64; 0 for fewer than two finite values.
     """
     r = rewards.double().flatten(1)
     counted = r.isfinite()
@@ -132,24 +137,34 @@ def pooled_std(rewards: Tensor, *, ddof: int = 0) -> Tensor:
 
 
 def _is_flat(r: Tensor, usable: Tensor) -> Tensor:
-    """[R, K, J, 1]: is the spread of the usable rewards one of rounding alone?"""
+    """Returns [R, K, J, 1], bool: the spread of the usable rewards is within rounding."""
     highest = r.masked_fill(~usable, -torch.inf).amax(-1, keepdim=True)
     lowest = r.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
-    size = r.abs().amax(-1, keepdim=True)  # unusable ones are 0 by now
+    size = r.abs().amax(-1, keepdim=True)  # unusable rewards are 0 here
     return ~(highest - lowest > ROUNDING_UNITS * torch.finfo(torch.float32).eps * size)
 
 
 def advantages_of(rollouts: Sequence[Rollout], rule: AdvantageRule, weights: Sequence[float]) -> list[Tensor]:
-    """Advantages [K, G] of each group, by the method's rule; what judges a path holds for its K steps."""
+    """Returns the advantages [K, G] of each group by the method's rule.
+
+    Rewards of a path (K = 1) apply to all K noise steps of its rollout.
+
+    Args:
+        rollouts: the groups of all processes.
+        rule: the method's advantage settings.
+        weights: weight of each reward, in the order of the axis R.
+    """
     weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
     if rule.normalize_weights:
-        weight = weight / weight.abs().sum()  # by its size: a negative weight stays negative
-    # what judges a path is the same for its steps; its own step's latents may still be broken
+        weight = weight / weight.abs().sum()  # by absolute value: a negative weight stays negative
+    # The image of a path scores all its steps, so an invalid step invalidates the member everywhere.
     valid = [r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True) for r in rollouts]
     spread = None
     if rule.advantage_std == "batch":
-        judged = [r.rewards.where(v[None, :, None], math.nan) for r, v in zip(rollouts, valid, strict=True)]
-        spread = pooled_std(torch.stack(judged, 1), ddof=rule.advantage_ddof)
+        valid_rewards = [
+            r.rewards.where(v[None, :, None], math.nan) for r, v in zip(rollouts, valid, strict=True)
+        ]
+        spread = pooled_std(torch.stack(valid_rewards, 1), ddof=rule.advantage_ddof)
     return [
         group_advantages(
             r.rewards,

@@ -1,4 +1,4 @@
-"""Training rows: what the update needs of all groups of an iteration, one network forward per row."""
+"""Training rows: the samples of all groups of an iteration, with one network forward per row."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from g2rpo.rollouts.score import Rollout
 
 @dataclass(frozen=True)
 class Rows:
-    """What the update needs of all groups of an iteration, one network forward a row.
+    """The training rows of an iteration: N states, each evaluated by one network forward.
+
+    G is the group size if the members share the state (the anchor's), else 1. Indexing selects rows.
 
     Attributes:
-        x: [N, L, C]. x_next: [N, G, L, C]. step: [N], index into the schedule. prompt: [N], row of the
-            conditioning. member: [N], whose state it is; 0 where it is the group's.
-        advantages, rollout_log_prob: [N, G]; the latter not a number where the step broke.
-        velocity: [N, L, C], the rollout's at x, or None.
+        x: [N, L, C], float32, the state before the noise step.
+        x_next: [N, G, L, C], float32, the states after it.
+        step: [N], int64, index of the noise step into the sigmas.
+        cond_row: [N], int64, row of the conditioning.
+        member: [N], int64, the member whose state x is; 0 if the members share it.
+        advantages: [N, G], unitless.
+        rollout_log_prob: [N, G], float32; not finite if the step is not.
+        velocity: [N, L, C], the rollout's velocity at x, or None.
     """
 
     x: Tensor
     x_next: Tensor
     step: Tensor
-    prompt: Tensor
+    cond_row: Tensor
     member: Tensor
     advantages: Tensor
     rollout_log_prob: Tensor
@@ -39,24 +45,28 @@ class Rows:
         return Rows(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
     def of(self, members: slice) -> Rows:
-        """With these of the members that share a state alone."""
+        """Returns the rows with a subset of the members that share their states."""
         shared = ("x_next", "advantages", "rollout_log_prob")
         return replace(self, **{name: getattr(self, name)[:, members] for name in shared})
 
 
 def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
-    """The rows of all groups, in the order (prompt, step[, member]).
+    """Returns the rows of all groups in the order (prompt, step[, member]).
 
-    A broken step, whose log-probability is no number, has zeros for its states: its advantage is 0, and 0
-    times a broken state would still break the sum. It keeps its row, so every plan has as many forwards.
+    A step whose log-probability is not finite gets zeros for its states: its advantage is 0, but 0 times a
+    non-finite state would make the sum NaN. The row is kept, so every rank runs the same number of forwards.
+
+    Args:
+        rollouts: one per group; the index of a group is its row of the conditioning.
+        advantages: [K, G] of each group.
     """
     parts: dict[str, list[Tensor]] = {name: [] for name in Rows.__dataclass_fields__}
     for p, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
         group_size = rollout.log_prob.shape[1]
-        whole = rollout.log_prob.isfinite()[:, :, None, None]
-        x_next = rollout.x_next.where(whole, 0.0)
-        x = rollout.x.where(whole.any(1, keepdim=True) if rollout.x.shape[1] == 1 else whole, 0.0)
-        if rollout.x.shape[1] == 1:  # one forward serves the group: all of its members are trained
+        finite = rollout.log_prob.isfinite()[:, :, None, None]
+        x_next = rollout.x_next.where(finite, 0.0)
+        x = rollout.x.where(finite.any(1, keepdim=True) if rollout.x.shape[1] == 1 else finite, 0.0)
+        if rollout.x.shape[1] == 1:  # one forward serves the whole group
             assert bool(rollout.train_mask.all())
             row = {
                 "x": x[:, 0],
@@ -78,7 +88,7 @@ def rows_of(rollouts: Sequence[Rollout], advantages: Sequence[Tensor]) -> Rows:
                 "advantages": advantage.flatten()[kept][:, None],
                 "rollout_log_prob": rollout.log_prob.flatten()[kept][:, None],
             }
-        row["prompt"] = torch.full_like(row["step"], p)
+        row["cond_row"] = torch.full_like(row["step"], p)
         for name, value in row.items():
             parts[name].append(value)
     return Rows(**{name: torch.cat(values) for name, values in parts.items() if values})

@@ -1,4 +1,4 @@
-"""What an iteration's rewards looked like: the numbers beside the loss."""
+"""Metrics of an iteration's rewards and advantages, reported beside the loss."""
 
 from __future__ import annotations
 
@@ -14,79 +14,104 @@ from g2rpo.rollouts.score import Rollout
 def reward_metrics(
     rollouts: Sequence[Rollout], names: Sequence[str], advantages: Sequence[Tensor], clip: float | None
 ) -> dict[str, float]:
-    """Statistics of an iteration's rewards: means, the groups' spread, and how advantages came out."""
+    """Returns the metrics of an iteration's rewards and advantages.
+
+    Args:
+        rollouts: the groups of all processes.
+        names: reward names, in the order of the axis R.
+        advantages: [K, G] of each group.
+        clip: bound of the advantages, or None.
+
+    Returns:
+        reward/<name> (mean), reward_std/<name> (mean spread within groups), invalid_fraction/<name>,
+        anchor_reward/<name> (if the anchor has an image), advantage_abs, advantage_clipped (with a bound),
+        invalid_fraction and, for several granularities, granularity_rank_correlation.
+    """
     rewards = torch.stack([r.rewards for r in rollouts], 1)  # [R, P, K, J, G]
-    known = rewards.isfinite()
-    rewards = rewards.where(known, torch.nan)
-    drawn = torch.stack([r.drawn for r in rollouts])  # [P, K, G]
-    result: dict[str, float] = {}
+    finite = rewards.isfinite()
+    rewards = rewards.where(finite, torch.nan)
+    policy_finite = torch.stack([r.policy_finite for r in rollouts])  # [P, K, G]
+    metrics: dict[str, float] = {}
     spread = (rewards - rewards.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
     for r, name in enumerate(names):
-        result[f"reward/{name}"] = rewards[r][known[r]].mean().item()
-        result[f"reward_std/{name}"] = spread[r].nanmean().item()
-        result[f"invalid_fraction/{name}"] = (~known[r].all(-2) & drawn).float().mean().item()
+        metrics[f"reward/{name}"] = rewards[r][finite[r]].mean().item()
+        metrics[f"reward_std/{name}"] = spread[r].nanmean().item()
+        metrics[f"invalid_fraction/{name}"] = (~finite[r].all(-2) & policy_finite).float().mean().item()
         if rollouts[0].anchor_rewards is not None:
             anchors = torch.stack([a for x in rollouts if (a := x.anchor_rewards) is not None])
-            result[f"anchor_reward/{name}"] = anchors[:, r].nanmean().item()
-    every = torch.stack(list(advantages))
-    result["advantage_abs"] = every.abs().mean().item()
+            metrics[f"anchor_reward/{name}"] = anchors[:, r].nanmean().item()
+    all_advantages = torch.stack(list(advantages))
+    metrics["advantage_abs"] = all_advantages.abs().mean().item()
     if clip is not None:
-        result["advantage_clipped"] = (every.abs() >= clip).float().mean().item()
-    result["invalid_fraction"] = invalid_share(rollouts)
+        metrics["advantage_clipped"] = (all_advantages.abs() >= clip).float().mean().item()
+    metrics["invalid_fraction"] = invalid_share(rollouts)
     if rewards.shape[3] > 1:
-        result["granularity_rank_correlation"] = rank_correlation(rewards).item()
-    return result
+        metrics["granularity_rank_correlation"] = rank_correlation(rewards).item()
+    return metrics
 
 
 def invalid_share(rollouts: Sequence[Rollout]) -> float:
-    """Share of the iteration's samples that are left out, in [0, 1]."""
+    """Returns the share of the iteration's samples that are invalid, in [0, 1]."""
     return 1 - torch.stack([r.valid for r in rollouts]).float().mean().item()
 
 
 def why_invalid(
     rollouts: Sequence[Rollout], names: Sequence[str], errors: Mapping[str, str] | None = None
 ) -> str:
-    """Whose fault the invalid samples are, in words: the policy's, or which rewards'; with what helps.
+    """Explains the invalid samples: which rewards gave no score, or that the policy is not finite.
 
     Args:
-        errors: reward name -> why it had no score the last time, where it told.
+        rollouts: the groups of all processes.
+        names: reward names, in the order of the axis R.
+        errors: reward name -> reason of its last missing score, if known.
+
+    Returns:
+        A text for the error message that also says what to do.
     """
-    drawn = torch.stack([r.drawn for r in rollouts])[:, None, :, None]  # [P, 1, K, 1, G]
-    silent = ~torch.stack([r.rewards for r in rollouts]).isfinite() & drawn
-    missing = [name for name, one in zip(names, silent.unbind(1), strict=True) if bool(one.any())]
+    policy_finite = torch.stack([r.policy_finite for r in rollouts])[:, None, :, None]  # [P, 1, K, 1, G]
+    missing = ~torch.stack([r.rewards for r in rollouts]).isfinite() & policy_finite
+    silent = [name for name, scores in zip(names, missing.unbind(1), strict=True) if bool(scores.any())]
     parts = []
-    if missing:
-        told = [f"{name} ({errors[name]})" if errors and name in errors else name for name in missing]
-        parts.append(f"no score from {', '.join(told)} (mend the reward, the same command goes on)")
-    if not bool(drawn.all()):
-        share = 1 - drawn.float().mean().item()
+    if silent:
+        reasons = [f"{name} ({errors[name]})" if errors and name in errors else name for name in silent]
         parts.append(
-            f"{share:.0%} of all were drawn with states or pictures that are no numbers (another "
-            "out=FOLDER with a lower lr, or precision=float32, may help)"
+            f"no score from {', '.join(reasons)} (fix the reward, then run the same command to continue)"
+        )
+    if not bool(policy_finite.all()):
+        share = 1 - policy_finite.float().mean().item()
+        parts.append(
+            f"{share:.0%} of all samples have states or images with NaN or infinity (try another out=FOLDER "
+            "with a lower lr, or precision=float32)"
         )
     return " and ".join(parts)
 
 
 def rank_correlation(rewards: Tensor) -> Tensor:
-    """Mean Spearman correlation of the first granularity's ranking with the others', rewards [..., J, G].
+    """Returns the mean Spearman correlation between the first granularity's ranking and the others'.
 
-    Ties get their average rank, a member without both scores is left out, and so is a group whose scores are
-    equal. Not a number if no group remains.
+    Ties get their average rank. A member without both scores is left out, and so is a group whose scores are
+    all equal.
+
+    Args:
+        rewards: [..., J, G], J >= 2.
+
+    Returns:
+        A scalar, float64, in [-1, 1]; NaN if no group remains.
     """
     first, others = torch.broadcast_tensors(rewards[..., :1, :], rewards[..., 1:, :])
-    known = first.isfinite() & others.isfinite()
-    a, b = _centred_ranks(first, known), _centred_ranks(others, known)
-    # A flat group has all ranks equal: 0 / 0 is not a number, and left out of the mean.
+    finite = first.isfinite() & others.isfinite()
+    a, b = _centred_ranks(first, finite), _centred_ranks(others, finite)
+    # In a group of equal scores all ranks are equal: 0 / 0 is NaN and is left out of the mean.
     return ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).nanmean()
 
 
-def _centred_ranks(values: Tensor, known: Tensor) -> Tensor:
-    """Average ranks among the known ([..., G]), minus their mean; 0 where unknown."""
-    x = values.double().where(known, 0.0)
-    # As in advantages.py, a spread of rounding alone is none.
-    least = ROUNDING_UNITS * torch.finfo(torch.float32).eps * x.abs().amax(-1, keepdim=True)
+def _centred_ranks(values: Tensor, finite: Tensor) -> Tensor:
+    """Returns average ranks among the finite values, minus their mean, [..., G]; 0 for the others."""
+    x = values.double().where(finite, 0.0)
+    # As in advantages.py, a spread within rounding counts as none.
+    rounding = ROUNDING_UNITS * torch.finfo(torch.float32).eps * x.abs().amax(-1, keepdim=True)
     gap = x[..., :, None] - x[..., None, :]
-    above = gap.sign() * known[..., None, :] * known[..., :, None]
+    above = gap.sign() * finite[..., None, :] * finite[..., :, None]
     spread = (gap.abs() * (above != 0)).flatten(-2).amax(-1, keepdim=True)
-    # The sum of the signs is twice the rank's distance from the middle, ties halved.
-    return (above.sum(-1) / 2) * (spread > least)
+    # The sum of the signs is twice the distance of the rank from the mean rank; ties count half.
+    return (above.sum(-1) / 2) * (spread > rounding)

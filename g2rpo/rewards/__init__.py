@@ -1,1 +1,1 @@
-"""Scores of images: one reward per file, and how a reward is loaded and checked."""
+"""Rewards, which score images: one reward per file, and how rewards are loaded and checked."""

@@ -1,18 +1,18 @@
-"""A reward whose answers are checked before they can become advantages: a failure is never a number.
+"""Checks on what a reward returns: a failed evaluation becomes NaN, never a score.
 
-What a reward raises, be it a server's silence or a user's bug, means that the samples of that batch have no
-score (NaN); it is logged with its traceback, once for each place that raises. Enough of them stop the run
-with a checkpoint (max_invalid_fraction). An answer of the wrong kind, shape or type is an error at once: it
-would be wrong each time, and so is code that ends the program (exits.py).
+An exception in a reward, such as a server timeout or a bug in user code, leaves the samples of that batch
+without a score (NaN). It is logged with its traceback, once per source line. If too many samples are invalid
+(max_invalid_fraction), the run stops with a checkpoint. A result of the wrong type, shape or dtype stops the
+run at once, because it would be wrong at every call; so does code that ends the program (exits.py).
 
-Rewards do not disturb each other: each call gets images, prompts and metadata of its own, so whatever a
-reward writes into them, then or later, reaches nobody else.
+Rewards are isolated from each other: each call gets its own copies of images, prompts and metadata, so
+nothing that a reward writes into them reaches another reward or the run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,42 +31,47 @@ LOG = logging.getLogger(__name__)
 
 @dataclass
 class CheckedReward:
-    """A reward by name.
+    """A named reward whose inputs are isolated and whose results are checked.
 
     Attributes:
-        options: what it was made with.
-        last_error: why samples had no score, as far as the reward told: what it raised, or its own
-            `last_error` (None, or words about its last call). Whoever reads it sets it back to None.
+        name: the registered name or `module:attribute`.
+        reward: the wrapped reward.
+        options: the options with which the reward was created.
+        last_error: why samples had no score, if known: the exception, or the reward's own `last_error` (None,
+            or a description of its last failure). The caller resets it to None after reading.
     """
 
     name: str
     reward: Reward
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     last_error: str | None = field(default=None, init=False, compare=False)
-    _told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+    _logged: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        """As `Reward.__call__`; all NaN where the reward raised, and NaN for a picture that is not finite.
+        """Scores images as `Reward.__call__` does.
+
+        Returns:
+            [N], float32. All scores are NaN if the reward raised; the score of a non-finite image is NaN.
 
         Raises:
-            ValueError: inputs of unequal length, or an answer that is not one float32 per image.
+            ValueError: the inputs have different lengths, or the result is not one float32 per image.
             RewardExited: the reward's code ended the program (a ValueError).
-            KeyboardInterrupt: as it came.
+            KeyboardInterrupt: the user interrupted the reward.
         """
         n = len(images)
         if len(prompts) != n or (metadata is not None and len(metadata) != n):
             lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
-            raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; they must be equal")
-        inputs = own_inputs(self.reward, images, prompts, metadata)
+            raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; give one per image")
+        inputs = isolated_inputs(self.reward, images, prompts, metadata)
         try:
             with exits_reported(self.name, "while scoring"):
                 scores = self.reward(*inputs)
                 self.last_error = getattr(self.reward, "last_error", None) or self.last_error
         except (KeyboardInterrupt, RewardExited):
             raise
-        except BaseException as error:  # the only place that catches all: tests/test_house.py
-            # Of BaseException too: a cancelled task, or a class of the reward's own, is one call's failure.
-            self._tell(error, n)
+        except BaseException as error:  # the only handler of this kind: tests/test_house.py
+            # BaseException, because a cancelled task or a custom subclass is a failure of this call only.
+            self._log_failure(error, n)
             return torch.full((n,), torch.nan)
         if not isinstance(scores, Tensor):
             raise ValueError(f"reward {self.name!r} returned {type(scores).__name__}, not a torch.Tensor")
@@ -75,59 +80,86 @@ class CheckedReward:
                 f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
                 f"it must return float32 ({n},), NaN for a sample without a score"
             )
-        broken = ~images.flatten(1).isfinite().all(1)
-        if bool(broken.any()):  # whatever a reward makes of one, as 8 bits or by the pixels that are left
-            self.last_error = self.last_error or f"{int(broken.sum())} of {n} pictures hold NaN or infinity"
-        return scores.detach().masked_fill(broken.to(scores.device), torch.nan)
+        non_finite = ~images.flatten(1).isfinite().all(1)
+        if bool(non_finite.any()):  # a reward may score them after conversion to 8 bits or by other pixels
+            self.last_error = self.last_error or f"{int(non_finite.sum())} of {n} images hold NaN or infinity"
+        return scores.detach().masked_fill(non_finite.to(scores.device), torch.nan)
 
     def describe(self) -> str | None:
-        """What the reward says of itself (its `describe()`), for the log; None where it says nothing."""
+        """Returns the reward's own description (its `describe()`) for the log, or None if it has none."""
         with exits_reported(self.name, "while describing itself"):
             describe = getattr(self.reward, "describe", None)
             return str(describe()) if callable(describe) else None
 
-    def _tell(self, error: BaseException, samples: int) -> None:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        self.last_error = said if len(said) <= 300 else f"{said[:297]}..."
-        place = f"{type(error).__name__} {_place(error.__traceback__)}"
-        if place not in self._told:
-            self._told.add(place)
+    def _log_failure(self, error: BaseException, num_samples: int) -> None:
+        """Stores the error as `last_error`; logs it at its first occurrence."""
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        self.last_error = message if len(message) <= 300 else f"{message[:297]}..."
+        occurrence = f"{type(error).__name__} {_innermost_line(error.__traceback__)}"
+        if occurrence not in self._logged:
+            self._logged.add(occurrence)
             LOG.error(
-                "reward %r failed: the %d samples of this batch have no score. More of the same is counted "
-                "(invalid_fraction/%s), not printed",
+                "reward %r failed: the %d samples of this batch have no score. Further failures of this kind "
+                "are counted (invalid_fraction/%s) but not printed",
                 self.name,
-                samples,
+                num_samples,
                 self.name,
                 exc_info=error,
             )
 
 
-def own_inputs(
+def score_batch(
+    rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
+) -> Tensor:
+    """Scores one batch of images with every reward; each reward gets its own copies of the inputs.
+
+    Args:
+        rewards: rewards by name; those that are not a CheckedReward are checked for the shape of the result.
+        images: [N, 3, H, W] in [0, 1], float32.
+        prompts: N prompts.
+        metadata: N dictionaries, or None.
+
+    Returns:
+        [R, N], float32, on the device of the images; NaN marks an image without a score.
+
+    Raises:
+        ValueError: a result that is not one score per image.
+        RewardExited, KeyboardInterrupt: as in `CheckedReward.__call__`.
+    """
+    scores = images.new_empty(len(rewards), len(images), dtype=torch.float32)
+    for row, (name, reward) in enumerate(rewards.items()):
+        inputs = (images, list(prompts), metadata)
+        if not isinstance(reward, CheckedReward):  # a CheckedReward makes its own copies
+            inputs = isolated_inputs(reward, *inputs)
+        result = reward(*inputs)
+        if result.shape != (len(images),):
+            raise ValueError(
+                f"reward {name!r} returned scores of shape {tuple(result.shape)} for {len(images)} images; "
+                "it must return one score per image"
+            )
+        scores[row] = result
+    return scores
+
+
+def isolated_inputs(
     reward: Any, images: Tensor, prompts: list[str], metadata: Metadata | None
 ) -> tuple[Tensor, list[str], Metadata | None]:
-    """Copies for one reward alone; of the metadata one per image, though images of a prompt share theirs.
+    """Returns copies of the inputs for one reward; metadata is copied per image, even within one prompt.
 
-    Only networks of this package get the images themselves: they write into none, and those that frame images
-    alike know by them that they may share the preprocessed ones (`preprocess.SharedPixels`).
+    The networks of this package get the original images: they never write into them, and networks with the
+    same preprocessing recognise by them that they can share its result (`preprocess.SharedPixels`).
     """
-    from g2rpo.rewards.model_reward import ModelReward  # which imports this package
+    from g2rpo.rewards.model_reward import ModelReward  # imports this module
 
     shares = isinstance(reward, ModelReward) and type(reward).__module__.startswith("g2rpo.")
-    own = images if shares else images.detach().clone()
-    return own, list(prompts), None if metadata is None else [deepcopy(one) for one in metadata]
+    own_images = images if shares else images.detach().clone()
+    return own_images, list(prompts), None if metadata is None else [deepcopy(entry) for entry in metadata]
 
 
-def ask(reward: Reward, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-    """The answer of a reward, checked or not, to inputs of its own."""
-    if not isinstance(reward, CheckedReward):  # which makes its copies by itself
-        images, prompts, metadata = own_inputs(reward, images, prompts, metadata)
-    return reward(images, prompts, metadata)
-
-
-def _place(trace: TracebackType | None) -> str:
-    """file:line of the innermost frame."""
-    place = ""
+def _innermost_line(trace: TracebackType | None) -> str:
+    """Returns file:line of the innermost frame."""
+    line = ""
     while trace is not None:
-        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return place
+    return line

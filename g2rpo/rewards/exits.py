@@ -1,28 +1,27 @@
-"""A reward whose code ends the program: reported as an error with module and function, never an exit code 0.
+"""Detects a reward whose code ends the program, and reports it as an error with module and function.
 
-`sys.exit()`, `exit()`, and a parser of the command line that does not know g2rpo's arguments, are decisions
-of the reward's code. They would be the same at the next call, so the command stops (RewardExited) instead of
-counting samples without a score. `os._exit()` cannot be seen from within the process.
+`sys.exit()`, `exit()`, and a command line parser that does not know g2rpo's arguments would end the program
+again at the next call. The command therefore stops (RewardExited) instead of counting samples without a
+score, and never returns exit code 0. `os._exit()` cannot be detected within the process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, TracebackType
-from typing import Any
 
 from g2rpo.runtime.processes import StopTogether
 
 PARSERS = ("argparse", "optparse", "getopt", "click", "typer", "docopt", "fire", "absl")
-"""Packages that read `sys.argv` and end the program where it is not what they expect."""
+"""Packages that parse `sys.argv` and end the program if they do not recognise it."""
 
-OURS = (__name__, "g2rpo.rewards.registry", "g2rpo.rewards.checked")
-"""Modules whose frames stand before those of a reward."""
+OWN_MODULES = (__name__, "g2rpo.rewards.registry", "g2rpo.rewards.checked")
+"""Modules of this package whose frames precede those of a reward in a traceback."""
 
-LONGEST_CODE = 200
-"""Characters of `sys.exit("text")` that a message repeats."""
+MAX_CODE_LENGTH = 200
+"""Maximum number of characters of `sys.exit("text")` in an error message."""
 
 
 class RewardExited(StopTogether):
@@ -31,22 +30,23 @@ class RewardExited(StopTogether):
 
 @contextmanager
 def exits_reported(reward: str, phase: str) -> Iterator[None]:
-    """Within it, code of a reward runs.
+    """Context manager for code of a reward: attempts to end the program become errors.
 
     Args:
-        reward: its name. phase: what it was doing, for the message, such as "while scoring".
+        reward: name of the reward.
+        phase: what the reward is doing, for the message, such as "while scoring".
 
     Raises:
-        RewardExited: in place of SystemExit, or of click's Exit, also where an exception group holds it.
-        KeyboardInterrupt: in place of an exception group that holds one.
+        RewardExited: instead of SystemExit or click's Exit, also inside an exception group.
+        KeyboardInterrupt: instead of an exception group that contains one.
     """
     try:
         yield
     except BaseException as error:
         if (interrupt := _first(error, _is_interrupt)) is not None and interrupt is not error:
             raise KeyboardInterrupt from error
-        if (ending := _first(error, _is_exit)) is not None:
-            raise RewardExited(_message(reward, phase, error, ending)) from error
+        if (exit_error := _first(error, _is_exit)) is not None:
+            raise RewardExited(_message(reward, phase, error, exit_error)) from error
         raise
 
 
@@ -55,52 +55,52 @@ def _is_interrupt(error: BaseException) -> bool:
 
 
 def _is_exit(error: BaseException) -> bool:
-    # click's Exit is a RuntimeError, which our own command line would obey.
+    # click's Exit is a RuntimeError; g2rpo's own command line would act on it.
     return isinstance(error, SystemExit) or (isinstance(error, RuntimeError) and hasattr(error, "exit_code"))
 
 
-def _first(error: BaseException, wanted: Any) -> BaseException | None:
-    """The error itself, or the first one in an exception group, that is wanted."""
-    if wanted(error):
+def _first(error: BaseException, matches: Callable[[BaseException], bool]) -> BaseException | None:
+    """Returns the error, or the first one in an exception group, for which `matches` is true."""
+    if matches(error):
         return error
     if isinstance(error, BaseExceptionGroup):
-        matches = (_first(inner, wanted) for inner in error.exceptions)
-        return next((match for match in matches if match is not None), None)
+        inner_matches = (_first(inner, matches) for inner in error.exceptions)
+        return next((match for match in inner_matches if match is not None), None)
     return None
 
 
-def _message(reward: str, phase: str, error: BaseException, ending: BaseException) -> str:
-    """What to tell of `ending`, which is `error` or, if that is an exception group, in it."""
-    traces = [error.__traceback__] + ([] if ending is error else [ending.__traceback__])
-    frames = [frame for trace in traces for frame in _frames(trace) if frame[0] not in OURS]
-    # The reward's own code stands between the import system and a parser, a pool or `exit()` itself.
-    own = [frame for frame in frames if not _is_plumbing(frame[0])] or frames
-    place = f" ({_place(*own[-1])})" if own else ""
-    code = repr(getattr(ending, "code", getattr(ending, "exit_code", None)))
-    code = code if len(code) <= LONGEST_CODE else f"{code[: LONGEST_CODE - 3]}..."
+def _message(reward: str, phase: str, error: BaseException, exit_error: BaseException) -> str:
+    """Composes the error message; `exit_error` is `error`, or inside it if that is an exception group."""
+    traces = [error.__traceback__] + ([] if exit_error is error else [exit_error.__traceback__])
+    frames = [frame for trace in traces for frame in _frames(trace) if frame[0] not in OWN_MODULES]
+    # The reward's own frames lie between those of the import system and those of a parser or `exit()`.
+    reward_frames = [frame for frame in frames if not _is_library(frame[0])] or frames
+    location = f" ({_location(*reward_frames[-1])})" if reward_frames else ""
+    code = repr(getattr(exit_error, "code", getattr(exit_error, "exit_code", None)))
+    code = code if len(code) <= MAX_CODE_LENGTH else f"{code[: MAX_CODE_LENGTH - 3]}..."
     parsers = [root for module, _, _ in frames if (root := module.partition(".")[0]) in PARSERS]
     if parsers:
         advice = (
-            f"it parses the command line ({parsers[0]}), whose arguments here are g2rpo's: do that under "
+            f"it parses the command line ({parsers[0]}), which holds g2rpo's arguments: parse it only under "
             'if __name__ == "__main__", and take options from reward_options'
         )
     else:
         advice = "it must not end the program: raise an exception, or return NaN for images without a score"
-    return f"reward {reward!r}{place} called sys.exit({code}) {phase}; {advice}"
+    return f"reward {reward!r}{location} called sys.exit({code}) {phase}; {advice}"
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[str, CodeType, int]]:
-    """Module, code and line of each frame, the outermost first."""
+    """Yields module, code object and line of each frame, outermost first."""
     while trace is not None:
         yield str(trace.tb_frame.f_globals.get("__name__", "?")), trace.tb_frame.f_code, trace.tb_lineno
         trace = trace.tb_next
 
 
-def _is_plumbing(module: str) -> bool:
+def _is_library(module: str) -> bool:
     root = module.partition(".")[0]
     return root in sys.stdlib_module_names or root in PARSERS
 
 
-def _place(module: str, code: CodeType, line: int) -> str:
+def _location(module: str, code: CodeType, line: int) -> str:
     function = "" if code.co_qualname == "<module>" else f".{code.co_qualname}"
     return f"{module}{function}, line {line}"

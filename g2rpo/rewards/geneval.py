@@ -1,4 +1,4 @@
-"""GenEval's checks of objects, counts, colours and places, on pictures of the embedded world.
+"""GenEval's checks of objects, counts, colours and positions, on images of the embedded world.
 
 Metadata as in GenEval (arXiv:2310.11513) and its prompt files:
 
@@ -6,10 +6,10 @@ Metadata as in GenEval (arXiv:2310.11513) and its prompt files:
                  {"class": "star", "count": 1, "position": ["above", 0]}],
      "exclude": [{"class": "circle", "count": 3}]}
 
-include: at least `count` (1 if left out) objects of the class; with `color`, at least so many in that colour;
-with `position`, these objects lie so to those of the include entry of that number, counted from 0. exclude:
-fewer than `count` of them, in `color` if one is given. Classes, colours and relations are the world's. The
-objects are what the world's verifier sees, by its hard decisions.
+include: the image shows at least `count` (default 1) objects of the class; with `color`, at least that many
+in the colour; with `position`, each of them has this relation to the objects of the include entry with the
+given index (from 0). exclude: the image shows fewer than `count` of them, in `color` if one is given.
+Classes, colours and relations are those of the world, and objects are detected by its verifier.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from g2rpo.world import verifier
 from g2rpo.world.scenes import COLOUR_NAMES, OBJECT_COLOURS, RELATIONS, SHAPES
 
 LOG = logging.getLogger(__name__)
-LEAST_FIT = 0.68  # as the strict verifier: below it, an object is of no shape
-PLACES = RELATIONS[1:]  # "and" says nothing about a place
+MIN_FIT = 0.68  # as in the strict verifier: an object with a lower fit has no shape
+POSITIONS = RELATIONS[1:]  # "and" is no position
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One object: its class, colour and centre in pixels, y pointing down."""
+class DetectedObject:
+    """An object in an image: class, colour, and centre in pixels with y pointing down."""
 
     shape: str
     colour: str
@@ -44,58 +44,64 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirement:
     """One entry of include or exclude."""
 
     shape: str
     count: int = 1
     colour: str | None = None
-    place: tuple[str, int] | None = None
-    """A relation and the number of the include entry that it is to."""
+    position: tuple[str, int] | None = None
+    """A relation, and the index of the include entry to which it refers."""
 
-    def among(self, objects: list[Seen]) -> list[Seen]:
-        return [one for one in objects if one.shape == self.shape and self.colour in (None, one.colour)]
+    def matching(self, objects: list[DetectedObject]) -> list[DetectedObject]:
+        """Returns the objects of this class and, if given, this colour."""
+        return [o for o in objects if o.shape == self.shape and self.colour in (None, o.colour)]
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What one prompt's metadata asks for."""
+    """The requirements in the metadata of one prompt."""
 
-    include: tuple[Wanted, ...]
-    exclude: tuple[Wanted, ...]
+    include: tuple[Requirement, ...]
+    exclude: tuple[Requirement, ...]
 
     @staticmethod
     def of(metadata: Mapping[str, Any]) -> Checks:
-        """Raises ValueError, with the reason, for what the embedded world or this file does not have."""
+        """Reads the requirements of a prompt.
+
+        Raises:
+            ValueError: an entry that is malformed or not supported; the message gives the reason.
+        """
         if "include" not in metadata and "exclude" not in metadata:
-            raise ValueError("no include and no exclude in the metadata")
+            raise ValueError("the metadata has neither include nor exclude")
         include, exclude = (
-            tuple(_wanted(entry, kind) for entry in _entries(metadata, kind))
+            tuple(_requirement(entry, kind) for entry in _entries(metadata, kind))
             for kind in ("include", "exclude")
         )
-        for number, wanted in enumerate(include):
-            if wanted.place is not None and not 0 <= wanted.place[1] < len(include):
-                raise ValueError(f"include {number} lies to include {wanted.place[1]}, which is not there")
-            if wanted.place is not None and wanted.place[1] == number:
-                raise ValueError(f"include {number} lies to itself")
+        for index, requirement in enumerate(include):
+            other = None if requirement.position is None else requirement.position[1]
+            if other is not None and not 0 <= other < len(include):
+                raise ValueError(f"the position of include {index} refers to the missing include {other}")
+            if other == index:
+                raise ValueError(f"the position of include {index} refers to itself")
         if not include and not exclude:
             raise ValueError("include and exclude are empty: nothing to check")
         return Checks(include, exclude)
 
-    def truth(self, objects: list[Seen]) -> list[bool]:
-        """Each check by itself: count, colour and place of each include entry, then the exclude entries."""
-        result = []
-        there = [len(wanted.among(objects)) >= wanted.count for wanted in self.include]
-        for number, wanted in enumerate(self.include):
-            result.append(len(Wanted(wanted.shape).among(objects)) >= wanted.count)
-            if wanted.colour is not None:
-                result.append(there[number])
-            if wanted.place is not None:
-                relation, to = wanted.place
-                others = self.include[to].among(objects)
-                holds = all(_lies(a, b, relation) for a in wanted.among(objects) for b in others if a != b)
-                result.append(there[number] and there[to] and holds)
-        return result + [len(wanted.among(objects)) < wanted.count for wanted in self.exclude]
+    def truth(self, objects: list[DetectedObject]) -> list[bool]:
+        """Evaluates each check: count, colour and position of each include entry, then each exclude entry."""
+        results = []
+        present = [len(r.matching(objects)) >= r.count for r in self.include]
+        for index, requirement in enumerate(self.include):
+            results.append(len(Requirement(requirement.shape).matching(objects)) >= requirement.count)
+            if requirement.colour is not None:
+                results.append(present[index])
+            if requirement.position is not None:
+                relation, other = requirement.position
+                own, others = requirement.matching(objects), self.include[other].matching(objects)
+                holds = all(_has_relation(a, b, relation) for a in own for b in others if a != b)
+                results.append(present[index] and present[other] and holds)
+        return results + [len(r.matching(objects)) < r.count for r in self.exclude]
 
 
 def _entries(metadata: Mapping[str, Any], kind: str) -> list[Any]:
@@ -103,16 +109,16 @@ def _entries(metadata: Mapping[str, Any], kind: str) -> list[Any]:
     if entries is None:
         return []
     if not isinstance(entries, list):
-        raise ValueError(f"{kind} is a list of entries, not {entries!r}")
+        raise ValueError(f"{kind} must be a list of entries, got {entries!r}")
     return entries
 
 
-def _wanted(entry: Any, kind: str) -> Wanted:
+def _requirement(entry: Any, kind: str) -> Requirement:
     if not isinstance(entry, Mapping) or "class" not in entry:
-        raise ValueError(f"an entry of {kind} has a class, such as {{'class': 'circle'}}; not {entry!r}")
+        raise ValueError(f"an entry of {kind} needs a class, such as {{'class': 'circle'}}; got {entry!r}")
     known = ("class", "count", "color", "position") if kind == "include" else ("class", "count", "color")
     if unknown := [key for key in entry if key not in known]:
-        raise ValueError(f"{kind} is checked for {', '.join(known)}, not for {unknown[0]!r}")
+        raise ValueError(f"an entry of {kind} has the keys {', '.join(known)}, not {unknown[0]!r}")
     shape, count, colour = entry["class"], entry.get("count", 1), entry.get("color")
     if shape not in SHAPES:
         hint = did_you_mean(str(shape), SHAPES)
@@ -121,36 +127,36 @@ def _wanted(entry: Any, kind: str) -> Wanted:
         colours = ", ".join(OBJECT_COLOURS)
         raise ValueError(f"no object of the embedded world is {colour!r}; they are {colours}")
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= verifier.MAX_COMPONENTS:
-        raise ValueError(f"a count is a number from 1 to {verifier.MAX_COMPONENTS}, not {count!r}")
-    return Wanted(shape, count, colour, _place(entry.get("position")))
+        raise ValueError(f"a count must be an integer from 1 to {verifier.MAX_COMPONENTS}, got {count!r}")
+    return Requirement(shape, count, colour, _position(entry.get("position")))
 
 
-def _place(position: Any) -> tuple[str, int] | None:
+def _position(position: Any) -> tuple[str, int] | None:
     if position is None:
         return None
-    if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in PLACES:
+    if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in POSITIONS:
         raise ValueError(
-            f"a position is [relation, number], the relation one of {', '.join(PLACES)}; not {position!r}"
+            f"a position must be [relation, index], relation one of {', '.join(POSITIONS)}; got {position!r}"
         )
     if not isinstance(position[1], int) or isinstance(position[1], bool):
-        raise ValueError(f"a position counts the entries of include from 0; {position[1]!r} is no number")
+        raise ValueError(f"a position needs the index of an include entry, from 0; got {position[1]!r}")
     return str(position[0]), position[1]
 
 
-def _lies(a: Seen, b: Seen, relation: str) -> bool:
-    """As the world's captions mean it: by the centres, along the relation's axis."""
+def _has_relation(a: DetectedObject, b: DetectedObject, relation: str) -> bool:
+    """Compares the centres along the axis of the relation, as the world's captions do."""
     return {"left of": a.x < b.x, "right of": a.x > b.x, "above": a.y < b.y, "below": a.y > b.y}[relation]
 
 
-def objects_in(images: Tensor) -> list[list[Seen]]:
-    """What the verifier sees in pictures [N, 3, H, W] in [0, 1]: the objects of each that have a shape."""
+def objects_in(images: Tensor) -> list[list[DetectedObject]]:
+    """Detects the objects with a recognised shape in each image, [N, 3, H, W] in [0, 1]."""
     reading = verifier.read(images)
-    solid = ((reading.presence > 0.5) & (reading.fit > LEAST_FIT)).tolist()
+    solid = ((reading.presence > 0.5) & (reading.fit > MIN_FIT)).tolist()
     shapes, colours = reading.shape.argmax(-1).tolist(), reading.colour.argmax(-1).tolist()
     centres = reading.centroid.tolist()
     return [
         [
-            Seen(SHAPES[shapes[n][m]], COLOUR_NAMES[colours[n][m]], *centres[n][m])
+            DetectedObject(SHAPES[shapes[n][m]], COLOUR_NAMES[colours[n][m]], *centres[n][m])
             for m in range(len(row))
             if row[m]
         ]
@@ -160,47 +166,48 @@ def objects_in(images: Tensor) -> list[list[Seen]]:
 
 @dataclass
 class GenEval:
-    """The share of the checks that hold; strict: 1 where all do, else 0, which is GenEval's own score.
+    """Scores an image by the share of checks that it passes, in [0, 1].
 
-    NaN where the metadata is missing or asks for what the world does not have; the log says why, once.
+    The score is NaN if the metadata is missing or not supported; each reason is logged once.
 
     Attributes:
-        last_error: why a picture of the last call has no score, or None.
+        strict: score 1 if all checks pass, else 0, as GenEval itself does.
+        last_error: why an image of the last call has no score, or None.
     """
 
     strict: bool = False
     last_error: str | None = None
-    _told: set[str] = field(default_factory=set, repr=False)
+    _logged: set[str] = field(default_factory=set, repr=False)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
         scores = torch.full((len(prompts),), torch.nan)
-        asked: dict[int, Checks] = {}
+        checks_of_row: dict[int, Checks] = {}
         self.last_error = None
-        for row, known in enumerate(metadata or [{}] * len(prompts)):
+        for row, entry in enumerate(metadata or [{}] * len(prompts)):
             try:
-                asked[row] = Checks.of(known)
+                checks_of_row[row] = Checks.of(entry)
             except ValueError as error:
-                self._tell(prompts[row], str(error))
-        if asked:
-            seen = objects_in(images[torch.tensor(list(asked), device=images.device)])
-            for (row, checks), objects in zip(asked.items(), seen, strict=True):
+                self._log_reason(prompts[row], str(error))
+        if checks_of_row:
+            detected = objects_in(images[torch.tensor(list(checks_of_row), device=images.device)])
+            for (row, checks), objects in zip(checks_of_row.items(), detected, strict=True):
                 truth = checks.truth(objects)
                 scores[row] = float(all(truth)) if self.strict else sum(truth) / len(truth)
         return scores
 
-    def _tell(self, prompt: str, reason: str) -> None:
+    def _log_reason(self, prompt: str, reason: str) -> None:
         self.last_error = reason
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             LOG.warning("no GenEval score for %s: %s", json.dumps(prompt[:80], ensure_ascii=False), reason)
 
 
 def load(device: torch.device) -> GenEval:
-    """The share of checks that hold."""
+    """Returns the soft reward: the share of checks that an image passes."""
     return GenEval()
 
 
 def load_strict(device: torch.device) -> GenEval:
-    """GenEval's own all-or-nothing score."""
+    """Returns the strict reward: 1 if an image passes all checks, else 0 (GenEval's own score)."""
     return GenEval(strict=True)

@@ -1,4 +1,4 @@
-"""What reward models share: batches, captions read once, one dtype for weights, and where they lie."""
+"""Base class of rewards that are networks: batching, cached captions, dtype and placement of the weights."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from g2rpo.runtime.text import did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"
-"""float16 on a GPU, float32 on a CPU: docs/rewards.md has the noise of each dtype that decided it."""
+"""float16 on a GPU, float32 on a CPU; docs/rewards.md gives the rounding noise of each dtype."""
 
 OFFLOADS = ("none", "cpu")
 CAPTIONS_KEPT = 4096
-"""Encoded captions that a reward keeps, the least recently used go first; 4 KB each or less."""
+"""Maximum number of encoded captions that a reward caches (LRU), at most 4 KB each."""
 
 
 def scoring_dtype(name: str, device_type: str) -> torch.dtype:
-    """What "auto" or a name of `DTYPES` means on a kind of device."""
+    """Returns the dtype for "auto" or a name of `DTYPES` on a type of device."""
     if name == AUTO:
         return torch.float32 if device_type == "cpu" else torch.float16
     return DTYPES[name]
 
 
 @dataclass(frozen=True)
-class Use:
-    """How a reward's network is to be used; checked before any file is read.
+class ScoringOptions:
+    """How the network of a reward computes; checked before any file is read.
 
     Attributes:
-        device: where it scores.
-        batch: pictures, or captions, in one forward.
-        dtype: of weights and activations, or "auto"; pixels and the last product are float32 anyway.
-        offload: "cpu": the weights wait in main memory between scoring phases; "none": they stay.
+        device: where the network computes.
+        batch: number of images or captions per forward, >= 1.
+        dtype: dtype of weights and activations, or "auto"; pixels and the last product are always float32.
+        offload: "cpu" = the weights are in main memory between scoring phases; "none" = always on the device.
     """
 
     device: torch.device
@@ -49,86 +49,96 @@ class Use:
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
-            raise ValueError(f"batch={self.batch!r}; it is a whole number of pictures, at least 1")
-        for name, known in (("dtype", (AUTO, *DTYPES)), ("offload", OFFLOADS)):
-            if (given := getattr(self, name)) not in known:
+            raise ValueError(
+                f"batch={self.batch!r} must be an integer >= 1, the number of images per forward"
+            )
+        for name, allowed in (("dtype", (AUTO, *DTYPES)), ("offload", OFFLOADS)):
+            if (value := getattr(self, name)) not in allowed:
                 raise ValueError(
-                    f"{name}={given!r}{did_you_mean(str(given), known)}; it is {' or '.join(known)}"
+                    f"{name}={value!r} must be {' or '.join(allowed)}{did_you_mean(str(value), allowed)}"
                 )
 
 
 class ModelReward:
-    """A network that scores pictures against captions; subclasses say how, in `encode` and `judge`.
+    """A network that scores images against captions; subclasses implement `encode` and `score_pixels`.
 
-    `scoring()` is a phase: with offload="cpu" the weights are moved in at its start and out at its end,
-    however many calls it holds; a call outside of one is a phase of its own.
+    `scoring()` opens a scoring phase: with offload="cpu" the weights are moved to the device at its start and
+    back at its end, for any number of calls; a call outside a phase is a phase of its own.
     """
 
-    def __init__(self, network: nn.Module, use: Use, frame: FrameRule, size: int) -> None:
-        """Args: network with its weights, any dtype, on the CPU; how pictures of what size are framed."""
+    def __init__(self, network: nn.Module, options: ScoringOptions, frame: FrameRule, size: int) -> None:
+        """Prepares the network for scoring.
+
+        Args:
+            network: the network with its weights, in any dtype, on the CPU.
+            options: device, batch, dtype and offload.
+            frame: gives the square that the network sees of an image.
+            size: side of that square in pixels.
+        """
         self.network: Any = network.eval().requires_grad_(False)
-        self.use, self.device, self.dtype = use, use.device, scoring_dtype(use.dtype, use.device.type)
+        self.options, self.device = options, options.device
+        self.dtype = scoring_dtype(options.dtype, options.device.type)
         self._frame, self._size = frame, size
         self._captions: OrderedDict[str, Tensor] = OrderedDict()
         self._phases = 0
-        self._home: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._cpu_tensors: list[tuple[dict[str, Any], str, Tensor]] = []
         self.set_dtype()
-        if use.offload == "cpu":
-            self._home = [(group, name, self._kept(tensor)) for group, name, tensor in _tensors(network)]
+        if options.offload == "cpu":
+            self._cpu_tensors = [(group, name, self._pinned(t)) for group, name, t in _tensors(network)]
         else:
             network.to(self.device)
 
     def encode(self, prompts: list[str]) -> Tensor:
-        """What is kept of captions, [N, ...], on the device."""
+        """Encodes captions to [N, ...] on the device; the rows are cached."""
         raise NotImplementedError
 
-    def judge(self, pixels: Tensor, captions: Tensor) -> Tensor:
-        """[N], float32, from normalised pixels [N, 3, size, size], float32, and N encoded captions."""
+    def score_pixels(self, pixels: Tensor, captions: Tensor) -> Tensor:
+        """Scores normalised pixels [N, 3, size, size], float32, against N encoded captions: [N], float32."""
         raise NotImplementedError
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Around several calls: the weights are on the device, and float32 products are exact."""
+        """Context manager of a scoring phase, in which the weights are on the device."""
         self._phases += 1
         try:
             if self._phases == 1:
-                for group, name, tensor in self._home:
+                for group, name, tensor in self._cpu_tensors:
                     group[name] = _moved(tensor, self.device)
             yield
         finally:
             self._phases -= 1
             if self._phases == 0:
-                for group, name, tensor in self._home:
+                for group, name, tensor in self._cpu_tensors:
                     group[name] = tensor
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        """As `Reward.__call__`; NaN only where a picture, or what the network makes of it, is no number.
+        """Scores images as `Reward.__call__` does; NaN if an image or the network's output is not finite.
 
         Raises:
-            ValueError: images of another form or range, or another number of prompts.
+            ValueError: images of a wrong shape, dtype or range, or a wrong number of prompts.
         """
         check_images(images)
         if len(images) != len(prompts):
             raise ValueError(f"{len(images)} images but {len(prompts)} prompts")
         if not prompts:
             return torch.empty(0, device=self.device)
-        batch, (height, width) = self.use.batch, images.shape[2:]
+        batch, (height, width) = self.options.batch, images.shape[2:]
         frame = self._frame(height, width, self._size)
-        with self.scoring(), _exact_float32():
+        with self.scoring(), _full_float32():
             pixels = shared_pixels(images, frame, self.device, batch)
             captions = self._encoded(prompts)
             scores = [
-                self.judge(seen, asked)
-                for seen, asked in zip(pixels.split(batch), captions.split(batch), strict=True)
+                self.score_pixels(pixel_batch, caption_batch)
+                for pixel_batch, caption_batch in zip(pixels.split(batch), captions.split(batch), strict=True)
             ]
         return torch.cat(scores)
 
     def _encoded(self, prompts: list[str]) -> Tensor:
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._captions]
-        for low in range(0, len(new), self.use.batch):
-            some = new[low : low + self.use.batch]
-            self._captions |= {one: row.clone() for one, row in zip(some, self.encode(some), strict=True)}
+        for low in range(0, len(new), self.options.batch):
+            part = new[low : low + self.options.batch]
+            self._captions |= {text: row.clone() for text, row in zip(part, self.encode(part), strict=True)}
         for prompt in dict.fromkeys(prompts):
             self._captions.move_to_end(prompt)
         encoded = torch.stack([self._captions[prompt] for prompt in prompts])
@@ -137,27 +147,27 @@ class ModelReward:
         return encoded
 
     def set_dtype(self) -> None:
-        """Casts the weights, all of them unless a subclass knows better."""
+        """Casts the weights; a subclass may keep some of them in float32."""
         self.network.to(self.dtype)
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Page-locked where a GPU will ask for it: it comes several times faster from there."""
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor in page-locked memory for a GPU: copies from there are several times as fast."""
         return _like(tensor, tensor.detach().pin_memory()) if self.device.type == "cuda" else tensor
 
 
 @contextmanager
 def scoring(rewards: Iterable[Any]) -> Iterator[None]:
-    """`ModelReward.scoring()` of all rewards that are models, checked or not; others have no such phases."""
+    """Opens a scoring phase of every ModelReward among the rewards, wrapped in a CheckedReward or not."""
     with ExitStack() as stack:
         for reward in rewards:
-            inner = getattr(reward, "reward", reward)  # of a CheckedReward
+            inner = getattr(reward, "reward", reward)  # unwraps a CheckedReward
             if isinstance(inner, ModelReward):
                 stack.enter_context(inner.scoring())
         yield
 
 
 def _tensors(network: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """(mapping, name, tensor) of all parameters and buffers; writing into the mapping replaces them."""
+    """Yields (mapping, name, tensor) of all parameters and buffers; writing to the mapping replaces them."""
     for module in network.modules():
         for group in (module._parameters, module._buffers):
             yield from ((group, name, tensor) for name, tensor in group.items() if tensor is not None)
@@ -172,8 +182,8 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
-def _exact_float32() -> Iterator[None]:
-    """float32 products of all 24 bits on a GPU, whatever the policy's precision is."""
+def _full_float32() -> Iterator[None]:
+    """Computes float32 products on a GPU with full precision (no TF32), whatever the policy's setting is."""
     matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -1,8 +1,8 @@
-"""Does the picture show the words that its prompt puts in quotes? 1 - edit distance / length, in [0, 1].
+"""Rendered text: whether the image shows the words that its prompt puts in quotes, in [0, 1].
 
 The rule is that of Flow-GRPO (arXiv:2505.05470, section 4, and its released scorer): r = max(1 - N_e / N, 0)
-with N_e the Levenshtein distance between what is read and the N characters asked for; a picture that shows
-the text among other words scores 1. The words are read by RapidOCR's PP-OCR, which ships inside its wheel.
+with N_e the Levenshtein distance between the recognised text and the N requested characters; an image that
+shows the text among other words scores 1. The text is recognised by RapidOCR's PP-OCR, which its wheel holds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PACKAGES = ("rapidocr", "onnxruntime", "rapidfuzz")
 QUOTED = re.compile(r'"([^"]*)"|[“„]([^“”„]*)[”“]|«([^«»]*)»|「([^「」]*)」')
 
 
-def text_asked_for(prompt: str, metadata: Mapping[str, Any] | None = None) -> str:
-    """Metadata `text` if there is one, else what the prompt quotes, several quotes in their order; or "".
+def requested_text(prompt: str, metadata: Mapping[str, Any] | None = None) -> str:
+    """Returns the metadata's `text`, else the quoted parts of the prompt joined by spaces, else "".
 
     Quotes are double ones: "…", “…”, „…“, «…» or 「…」; a single one may be an apostrophe.
     """
@@ -34,31 +34,33 @@ def text_asked_for(prompt: str, metadata: Mapping[str, Any] | None = None) -> st
     return " ".join("".join(groups) for groups in QUOTED.findall(prompt))
 
 
-def comparable(text: str) -> str:
-    """Case, white space and typographic variants (Unicode NFKC) make no difference."""
+def normalised(text: str) -> str:
+    """Removes differences of case, white space and typographic variants (Unicode NFKC)."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def similarity(read: str, asked: str, *, exact: bool = False) -> float:
-    """How much of `asked` was read, in [0, 1].
+def similarity(recognised: str, requested: str, *, exact: bool = False) -> float:
+    """Returns how much of the requested text was recognised, in [0, 1].
 
     Args:
-        read, asked: both `comparable`; `asked` is not empty.
-        exact: other words beside the right ones count against it.
+        recognised, requested: both `normalised`; the requested text is not empty.
+        exact: whether additional text lowers the score.
     """
     from rapidfuzz.distance import Levenshtein
 
-    if asked in read and not exact:
+    if requested in recognised and not exact:
         return 1.0
-    return 1 - min(Levenshtein.distance(read, asked), len(asked)) / len(asked)
+    return 1 - min(Levenshtein.distance(recognised, requested), len(requested)) / len(requested)
 
 
 @dataclass
 class Ocr:
-    """Reads each picture by itself, on the CPU; NaN where neither prompt nor metadata asks for a text.
+    """Recognises the text of each image on the CPU; NaN if neither prompt nor metadata requests a text.
 
     Attributes:
-        last_error: why a picture of the last call has no score, or None.
+        engine: RapidOCR's reader.
+        exact: whether additional text lowers the score.
+        last_error: why an image of the last call has no score, or None.
     """
 
     engine: Any
@@ -66,41 +68,41 @@ class Ocr:
     last_error: str | None = None
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        known = metadata or [{}] * len(prompts)
+        entries = metadata or [{}] * len(prompts)
         scores = torch.full((len(prompts),), torch.nan)
         self.last_error = None
-        for row, (prompt, more) in enumerate(zip(prompts, known, strict=True)):
-            if asked := comparable(text_asked_for(prompt, more)):
-                read = comparable(self.read(images[row]))
-                scores[row] = similarity(read, asked, exact=self.exact)
+        for row, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
+            if requested := normalised(requested_text(prompt, entry)):
+                recognised = normalised(self.read(images[row]))
+                scores[row] = similarity(recognised, requested, exact=self.exact)
             else:
                 self.last_error = f"no text in double quotes in {prompt[:80]!r}, and none in the metadata"
         return scores
 
     def read(self, image: Tensor) -> str:
-        """Words of one picture [3, H, W] in [0, 1], in reading order; "" where there are none."""
+        """Returns the words of one image, [3, H, W] in [0, 1], in reading order; "" if there are none."""
         pixels = (image.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-        # RapidOCR reads arrays as OpenCV does: height, width, then blue, green, red.
-        found = self.engine(pixels.permute(1, 2, 0).flip(-1).contiguous().numpy())
-        return " ".join(found.txts or ())
+        # RapidOCR expects arrays in OpenCV's order: height, width, then blue, green, red.
+        result = self.engine(pixels.permute(1, 2, 0).flip(-1).contiguous().numpy())
+        return " ".join(result.txts or ())
 
 
 def load(device: torch.device, *, exact: bool = False) -> Ocr:
-    """The reader of the installed rapidocr: Chinese, Japanese and Latin script, without a network.
+    """Loads the reader of the installed rapidocr: Chinese, Japanese and Latin script, no download.
 
     Args:
-        exact: other words in the picture count against it; otherwise, as in Flow-GRPO, they are free where
-            the right ones are among them.
+        device: ignored; the reader runs on the CPU.
+        exact: whether additional text in the image lowers the score; in Flow-GRPO it does not.
 
     Raises:
-        ValueError: its packages are not installed.
+        ValueError: a required package is not installed.
     """
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(
-            f"reward 'ocr' needs {' and '.join(missing)}, not installed here: pip install "
+            f"reward 'ocr' needs {' and '.join(missing)}, which is not installed: pip install "
             f"{' '.join(missing)}, or g2rpo with its extra [ocr]"
         )
     from rapidocr import RapidOCR
 
-    # As in Flow-GRPO, no guess whether a line stands on its head.
+    # As in Flow-GRPO, lines are not checked for being upside down.
     return Ocr(RapidOCR(params={"Global.use_cls": False, "Global.log_level": "error"}), exact)

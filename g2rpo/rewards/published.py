@@ -1,4 +1,4 @@
-"""Published reward files: found by hub name, folder or file, and read without running anything in them."""
+"""Published weight files of rewards: located by hub name, folder or file, and read without executing code."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ TORCH_FILES = (".pt", ".pth", ".bin")
 
 
 def locate(path: str | Path, files: Sequence[str], what: str) -> Path:
-    """The folder or file at `path`, else the hub repository of that name, of which `files` are fetched.
+    """Returns the folder or file at `path`, or downloads `files` of the hub repository of that name.
 
     Args:
-        what: for messages, such as "the hps reward".
+        path: a folder, a weight file or a hub name (owner/model).
+        files: names of the files to download.
+        what: what is located, for messages, such as "the hps reward".
 
     Raises:
-        ValueError: neither here nor on the hub, or the hub cannot be reached.
+        ValueError: the path is neither local nor on the hub, or the hub cannot be reached.
     """
     if not isinstance(path, str | Path):
-        raise ValueError(f"{what}: {path!r} is no folder, weight file or hub name")
-    place = Path(path).expanduser()
-    if place.exists():
-        return place
+        raise ValueError(f"{what}: path={path!r} must be a folder, a weight file or a hub name (owner/model)")
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
     name = str(path)
     if (
         name.count("/") != 1
         or name.startswith((".", "/", "~"))
-        or place.suffix in (*TORCH_FILES, ".safetensors")
+        or local.suffix in (*TORCH_FILES, ".safetensors")
     ):
         raise ValueError(
-            f"{what}: no {name!r} here; give a folder, a weight file or a hub name (owner/model)"
+            f"{what}: {name!r} does not exist; give a folder, a weight file or a hub name (owner/model)"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -44,30 +46,33 @@ def locate(path: str | Path, files: Sequence[str], what: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
-            f"{what}: {name!r} is neither here nor can the hub give it ({type(error).__name__}); check the "
-            "name and the network, or copy its files here and give their folder (path=FOLDER)"
+            f"{what}: {name!r} is neither a local path nor available from the hub ({type(error).__name__}); "
+            "check the name and the network, or copy the files to this machine and set path=FOLDER"
         ) from error
 
 
-def weights_at(place: Path, names: Sequence[str]) -> Path:
-    """The file itself, or the first of `names` in the folder.
+def weight_file(path: Path, names: Sequence[str]) -> Path:
+    """Returns `path` if it is a file, else the first of `names` that exists in that folder.
 
     Raises:
-        ValueError: a folder with none of them.
+        ValueError: the folder contains none of them.
     """
-    if place.is_file():
-        return place
+    if path.is_file():
+        return path
     for name in names:
-        if (place / name).is_file():
-            return place / name
-    raise ValueError(f"{place} holds no weights; looked for {', '.join(names)}")
+        if (path / name).is_file():
+            return path / name
+    raise ValueError(f"{path} holds no weights; looked for {', '.join(names)}")
 
 
 def read_state(file: Path) -> dict[str, Tensor]:
-    """Key -> tensor of a .safetensors file or of one that torch wrote, on the CPU.
+    """Reads a .safetensors file or a file written by torch.save, on the CPU.
+
+    Returns:
+        Key -> tensor.
 
     Raises:
-        ValueError: as `read_torch`, or no file of either kind.
+        ValueError: as in `read_torch`, or a damaged .safetensors file.
     """
     if file.suffix != ".safetensors":
         return read_torch(file)
@@ -81,33 +86,37 @@ def read_state(file: Path) -> dict[str, Tensor]:
 
 
 def read_torch(file: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The same of a file that torch wrote; `{"state_dict": ...}` is opened.
-
-    Read with weights_only: tensors and plain containers, no code.
+    """Reads a file written by torch.save with weights_only, which executes no code.
 
     Args:
-        device: "meta" reads shapes and dtypes alone.
+        file: holds a mapping of names to tensors, or one under the key "state_dict".
+        device: where the tensors are placed; "meta" reads only shapes and dtypes.
+
+    Returns:
+        Key -> tensor.
 
     Raises:
-        ValueError: damaged, holding code, or no mapping of names to tensors.
+        ValueError: the file is damaged, contains code, or is no mapping of names to tensors.
     """
     if file.suffix not in TORCH_FILES:
-        raise ValueError(f"{file} is no weight file; those end in .safetensors, {', '.join(TORCH_FILES)}")
+        raise ValueError(
+            f"{file} is no weight file; give one that ends in .safetensors, {', '.join(TORCH_FILES)}"
+        )
     with file.open("rb") as stream:
         start = stream.read(12)
     if start == b"version http":
-        raise ValueError(f"{file} is a git-lfs pointer: `git lfs pull` fetches the file")
+        raise ValueError(f"{file} is a git-lfs pointer: run `git lfs pull` to fetch the file")
     if start.startswith(b"PK") and not zipfile.is_zipfile(file):
-        raise ValueError(f"{file} is damaged (cut short); fetch it again")
-    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or a bare pickle as torch wrote before 1.6
-        raise ValueError(f"{file} is no file of torch; fetch it again")
-    mapped = device == "cpu" and zipfile.is_zipfile(file)  # read as they are used, not all at once
+        raise ValueError(f"{file} is damaged (truncated); fetch it again")
+    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or a bare pickle (torch < 1.6)
+        raise ValueError(f"{file} was not written by torch; fetch it again")
+    mapped = device == "cpu" and zipfile.is_zipfile(file)  # reads tensors when they are used
     try:
         content: Any = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{file} holds more than tensors: nothing in it was run or loaded. Fetch "
-            "it again from where it was published"
+            f"{file} contains more than tensors; nothing in it was executed or loaded. Fetch it again from "
+            "where it was published"
         ) from error
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}); fetch it again") from error
@@ -116,5 +125,5 @@ def read_torch(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
     ):
-        raise ValueError(f"{file} holds no mapping of names to tensors")
+        raise ValueError(f"{file} contains no mapping of names to tensors; fetch it again")
     return dict(content)

@@ -1,6 +1,6 @@
-"""Rewards: `(images, prompts, metadata) -> scores`, by name or as `module:attribute`.
+"""Loading of rewards, `(images, prompts, metadata) -> scores`, by name or as `module:attribute`.
 
-A score has the units of its paper's tables. NaN means "no score": the sample is left out, never zero.
+A score has the units of its paper's tables. NaN means "no score": the sample is left out, never counted as 0.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ REWARDS: dict[str, str] = {
 
 
 def load_reward(name: str, device: torch.device, options: Options | None = None) -> CheckedReward:
-    """The reward called `name`, or the one at `module:attribute`.
+    """Loads the reward called `name`, or the one at `module:attribute`.
 
-    A custom attribute that is a class is constructed with `device`; any other callable is the reward itself.
+    A custom class is constructed with `device` and the options; any other callable is the reward itself.
 
     Args:
-        options: keyword arguments of the reward's factory, or of the custom class, after the device.
+        name: a key of REWARDS, or `module:attribute`.
+        device: where the reward computes.
+        options: keyword arguments of the reward's factory or of the custom class, after the device.
 
     Raises:
-        ValueError: an unknown name (with the nearest known one), nothing usable at `module:attribute`, or
-            options that it does not take, or code that ends the program (RewardExited).
+        ValueError: an unknown name, nothing usable at `module:attribute`, an unknown option, or code that
+            ends the program (RewardExited).
     """
-    with exits_reported(name, "while being made"):
+    with exits_reported(name, "while being created"):
         return _loaded(name, device, dict(options or {}))
 
 
@@ -64,21 +66,21 @@ def _loaded(name: str, device: torch.device, options: dict[str, Any]) -> Checked
         )
     target = _attribute(name, name)
     if options and not isinstance(target, type):
-        raise ValueError(f"reward {name!r} is a function, which takes no options; make it a class for those")
+        raise ValueError(f"reward {name!r} is a function, which takes no options; use a class for options")
     if isinstance(target, type):
         try:
             signature = inspect.signature(target)
-        except ValueError as error:  # of a class in C
+        except ValueError as error:  # a class implemented in C
             raise ValueError(
-                f"reward {name!r} cannot be made: {error}; name a function, or a class written in Python"
+                f"reward {name!r} cannot be created: {error}; give a function, or a class written in Python"
             ) from error
         _check_options(name, target, options)
         try:
             signature.bind(device, **options)
         except TypeError as error:
             raise ValueError(
-                f"reward {name!r} cannot be made: {error}; "
-                "its __init__ takes the device, then options by name"
+                f"reward {name!r} cannot be created: {error}; "
+                "its __init__ must take the device, then options as keywords"
             ) from error
     reward: Any = target(device, **options) if isinstance(target, type) else target
     if not callable(reward):
@@ -89,16 +91,18 @@ def _loaded(name: str, device: torch.device, options: dict[str, Any]) -> Checked
 def load_rewards(
     names: Iterable[str], device: torch.device | str, options: Mapping[str, Options] | None = None
 ) -> dict[str, CheckedReward]:
-    """All named rewards, in the order given (a dict of weights gives its names).
+    """Loads all named rewards, in the given order.
 
     Args:
-        options: reward name -> its options; names that are not loaded are ignored.
+        names: names of rewards, such as the keys of a dictionary of weights.
+        device: where the rewards compute.
+        options: reward name -> its options; options of other rewards are ignored.
 
     Raises:
-        ValueError: none given, or one that cannot be loaded.
+        ValueError: no names, or a reward that cannot be loaded.
     """
-    given = options or {}
-    rewards = {name: load_reward(name, torch.device(device), given.get(name)) for name in names}
+    options = options or {}
+    rewards = {name: load_reward(name, torch.device(device), options.get(name)) for name in names}
     if not rewards:
         raise ValueError(f"no rewards given; known: {', '.join(REWARDS)}, or module:function for your own")
     return rewards
@@ -111,25 +115,25 @@ def _check_options(name: str, factory: Any, options: Options) -> None:
     known = [parameter.name for parameter in parameters]
     for option in options:
         if option not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            allowed = f"its options are {', '.join(known)}" if known else "it has no options"
             raise ValueError(
-                f"reward {name!r} has no option {option!r}{did_you_mean(option, known)}; {takes}"
+                f"reward {name!r} has no option {option!r}{did_you_mean(option, known)}; {allowed}"
             )
 
 
 def _attribute(target: str, reward: str) -> Any:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute.isidentifier():
-        raise ValueError(f"{target!r} is not module:attribute, such as my_rewards:brightness")
+        raise ValueError(f"{target!r} must be module:attribute, such as my_rewards:brightness")
     try:
         with exits_reported(reward, "while its module was imported"):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that exists but misses one of its own imports is its own error, told as it is.
+        # If the module exists and one of its own imports is missing, that error is reported unchanged.
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise
         raise ValueError(
-            f"no module {error.name!r} for reward {target!r}, neither in the current folder nor on PYTHONPATH"
+            f"no module {error.name!r} for reward {target!r}; put it into the current folder or on PYTHONPATH"
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"{module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")

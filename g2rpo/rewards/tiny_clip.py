@@ -1,6 +1,6 @@
-"""Cosine similarity of picture and caption under the embedded CLIP (64 px, float32).
+"""Cosine similarity of image and caption under the embedded CLIP (64 px, float32).
 
-The same class serves the preference model: it has CLIP's form, and its score is a cosine too.
+The same class serves the preference model, which has CLIP's architecture and whose score is a cosine too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from g2rpo.world.contrast import image_features
 
 
 class TinyClip:
-    """A CLIPModel and its tokenizer from a folder; text features are kept per prompt."""
+    """A CLIPModel and its tokenizer from a folder; text features are cached per prompt."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         from transformers import AutoTokenizer, CLIPModel
@@ -40,5 +40,5 @@ class TinyClip:
 
 
 def load(device: torch.device) -> TinyClip:
-    """The embedded CLIP."""
+    """Loads the embedded CLIP."""
     return TinyClip(assets() / "tiny_clip", device)

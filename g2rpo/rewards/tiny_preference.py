@@ -1,6 +1,6 @@
-"""The embedded preference model's score: a cosine, as HPS's, of a CLIP tuned on a made-up rater's choices.
+"""The embedded preference model: a cosine, as in HPS, under a CLIP tuned on the choices of a simulated rater.
 
-It likes vivid pictures without limit and hardly sees relations: the planted blind spot that
+It favours vivid images without limit and is nearly insensitive to relations: the deliberate weakness that
 g2rpo.world.preference describes.
 """
 
@@ -13,5 +13,5 @@ from g2rpo.rewards.tiny_clip import TinyClip
 
 
 def load(device: torch.device) -> TinyClip:
-    """The embedded preference model."""
+    """Loads the embedded preference model."""
     return TinyClip(assets() / "tiny_preference", device)

@@ -1,7 +1,7 @@
-"""The verifier as a reward: the share of a caption's claims that the picture's pixels bear out, in [0, 1].
+"""The verifier as a reward: the share of a caption's claims that hold for the image's pixels, in [0, 1].
 
-It reads the truth from the caption itself (g2rpo.world.captions), so any prompt in the world's grammar works;
-a prompt outside it cannot be judged, and scores NaN.
+The claims are parsed from the caption itself (g2rpo.world.captions), so any prompt in the world's grammar
+works; a prompt outside the grammar scores NaN.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ from g2rpo.world.scenes import Compositions
 
 @dataclass(frozen=True)
 class Verifier:
-    """strict: 1 where every claim holds and nothing else is drawn, else 0; otherwise the mean truth."""
+    """Scores an image by the mean truth of its caption's claims.
+
+    Attributes:
+        device: where the images are read.
+        strict: score 1 if every claim holds and the image shows nothing else, else 0.
+    """
 
     device: torch.device
     strict: bool = False
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        known = {prompt: parse(prompt) for prompt in dict.fromkeys(prompts)}
+        scene_of = {prompt: parse(prompt) for prompt in dict.fromkeys(prompts)}
         scores = torch.full((len(prompts),), torch.nan, device=self.device)
-        rows = [row for row, prompt in enumerate(prompts) if known[prompt] is not None]
+        rows = [row for row, prompt in enumerate(prompts) if scene_of[prompt] is not None]
         if rows:
-            scenes = Compositions.cat([scene for row in rows if (scene := known[prompts[row]]) is not None])
-            judge = verifier.strict_score if self.strict else verifier.soft_score
+            candidates = (scene_of[prompts[row]] for row in rows)
+            scenes = Compositions.cat([scene for scene in candidates if scene is not None])
+            score = verifier.strict_score if self.strict else verifier.soft_score
             index = torch.tensor(rows, device=self.device)
-            scores[index] = judge(verifier.read(images.to(self.device)[index]), scenes.to(self.device))
+            scores[index] = score(verifier.read(images.to(self.device)[index]), scenes.to(self.device))
         return scores
 
 
 def load(device: torch.device) -> Verifier:
-    """The soft score."""
+    """Returns the soft reward: the mean truth of the claims."""
     return Verifier(device)
 
 
 def load_strict(device: torch.device) -> Verifier:
-    """The strict score."""
+    """Returns the strict reward: 1 if the image is exactly as described, else 0."""
     return Verifier(device, strict=True)

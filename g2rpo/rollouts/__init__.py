@@ -1,1 +1,1 @@
-"""From a plan to scored images: which steps get noise, the exploration, the scores."""
+"""Plan rules, exploration and scoring: from the plan of an iteration to groups of scored images."""

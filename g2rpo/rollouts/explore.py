@@ -1,15 +1,16 @@
-"""What the policy makes for a plan: the anchor, the noisy steps, and every way on to an image.
+"""Exploration: executes a plan with the policy, from the initial noise to every final latent.
 
-    start    one noise per prompt, shared by its group
-    anchor   the ODE from it: states x_k and velocities, once per prompt
-    grow     from each branch's anchor state: the noisy step (no forward: its velocity is the anchor's),
-             then waves of forwards to the images, every shared state evaluated once (see tree.py)
+    start           one initial noise per prompt, shared by its group
+    anchor          the ODE from the start: states x_k and velocities, computed once per prompt
+    run_branches    from each branch's anchor state: the noise step (no forward, because its velocity is the
+                    anchor's), then waves of forwards up to the images; each shared state is evaluated once
+                    (see tree.py)
 
-The forwards are counted where the policy is called. States, means and log-probabilities are float32.
-Nothing in the loop waits for the device: levels live on the CPU, and every index is known beforehand.
-Batching changes results by rounding only.
+Forwards are counted where the policy is called. States, means and log-probabilities are float32. The loop
+never synchronises with the device: noise levels stay on the CPU, and all indices are computed in advance.
+The batch size changes results by rounding only.
 
-Axes: R reward, P prompt, K noisy step, J granularity, G member, L tokens, C channels.
+Axes: R reward, P prompt, K noise step, J granularity, G member, L tokens, C channels.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from g2rpo.runtime.random import keyed_noise
 from g2rpo.runtime.timing import Timer
 
 Key = tuple[int, int, int]
-Tails = Callable[[], AbstractContextManager[None]]
+TailContext = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Samples:
-    """What the policy made for P prompts, before any reward.
+class Exploration:
+    """States, log-probabilities and clean latents of P groups, before any reward. Tensors are float32.
 
     Attributes:
-        plan: what was walked.
-        keys: (seed, iteration, index in the stream) of each prompt.
-        x: [K, P, G or 1, L, C], float32, the state before each noisy step; 1 where it is the anchor's.
-        x_next: [K, P, G, L, C], the state after it.
-        velocity: [K, P, 1, L, C], the anchor's at x, or None where x is not the anchor's.
-        log_prob: [K, P, G], of that step under the policy's velocity.
-        latents: [distinct images, P, G, L, C], clean.
-        anchor_latents: [P, L, C], clean, or None where the anchor was not walked to its image.
-        images: [branches][J], which distinct image each tail ends at.
-        nfe: counted forwards of all P groups.
+        plan: the plan that was executed.
+        keys: (seed, iteration, prompt_index) of each prompt.
+        x: [K, P, G or 1, L, C], the state before each noise step; size 1 if it is the shared anchor state.
+        x_next: [K, P, G, L, C], the state after the noise step.
+        velocity: [K, P, 1, L, C], the anchor's velocity at x, or None if x is not an anchor state.
+        log_prob: [K, P, G], log-probability of the noise step under the policy's velocity.
+        latents: [distinct images, P, G, L, C], clean latents.
+        anchor_latents: [P, L, C], clean latents of the anchor, or None if it was not continued to its image.
+        image_of_tail: [branches][J], index of the distinct image at which each tail ends.
+        nfe: counted forwards of all P groups: anchor, sde, tails, total.
     """
 
     plan: Plan
@@ -59,17 +60,17 @@ class Samples:
     log_prob: Tensor
     latents: Tensor
     anchor_latents: Tensor | None
-    images: tuple[tuple[int, ...], ...]
+    image_of_tail: tuple[tuple[int, ...], ...]
     nfe: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The group's shared path.
+    """The ODE path that all members of a group share.
 
     Attributes:
-        states, velocities: [P, L, C] by position, where a branch starts.
-        latents: its clean image [P, L, C], if walked to the end.
+        states, velocities: position -> [P, L, C], float32, at the positions where a branch starts.
+        latents: [P, L, C], its clean latents, or None if it was not continued to the end.
     """
 
     states: dict[int, Tensor]
@@ -78,7 +79,11 @@ class Anchor:
 
 
 class CountedPolicy:
-    """Calls the policy in batches of at most `rollout_batch` samples and counts the forwards by part."""
+    """Calls the policy in batches of at most `rollout_batch` samples and counts the forwards of each part.
+
+    Attributes:
+        counts: forwards so far, of "anchor", "sde" and "tails".
+    """
 
     def __init__(self, policy: Policy, cond: Conditioning, rollout_batch: int) -> None:
         if rollout_batch < 1:
@@ -89,11 +94,15 @@ class CountedPolicy:
     def __call__(
         self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str]
     ) -> list[Tensor]:
-        """Velocities of nodes [S, L, C] each.
+        """Evaluates the velocities of several nodes.
 
         Args:
-            sigma, rows: level and prompt of every sample [nodes * S], on the policy's device.
-            parts: what each node counts as.
+            nodes: states [S, L, C], one tensor per node.
+            sigma, rows: noise level and conditioning row of each sample, [nodes * S], on the policy's device.
+            parts: the part as which each node is counted.
+
+        Returns:
+            One velocity [S, L, C] per node.
         """
         per_node = len(nodes[0])
         x = torch.cat(nodes)
@@ -109,7 +118,7 @@ class CountedPolicy:
 
 
 @torch.no_grad()
-def sample(
+def explore(
     policy: Policy,
     plan: Plan,
     sigmas: Tensor,
@@ -124,27 +133,36 @@ def sample(
     rollout_batch: int = 24,
     noise: str = "independent",
     timer: Timer | None = None,
-    tails: Tails = nullcontext,
-) -> Samples:
-    """Everything that the policy makes for a plan: P prompts, G members each.
+    tails: TailContext = nullcontext,
+) -> Exploration:
+    """Executes a plan for P prompts with G members each.
 
     Args:
-        sigmas: the schedule [T + 1].
-        cond: P rows.
-        diffusion, eta: step rule of the noisy steps, see `sde.transition`.
-        seed, iteration, prompt_indices: keys of the noise; the index of each prompt in its stream.
-        rollout_batch: most samples in one forward.
-        noise: how the members' noise depends on each other's, see `noise.group_noise`.
-        timer: gets the laps "anchor" and "tails" (with the noisy steps of a path).
-        tails: entered for the forwards that only a reward sees, such as FluxPolicy.tails.
+        policy: the policy that is explored.
+        plan: the noise steps and tails.
+        sigmas: [T + 1], falling from 1 to 0.
+        cond: conditioning of the prompts, P rows.
+        group_size: G.
+        diffusion, eta: step rule of the noise steps and its strength, see `sde.transition`.
+        seed, iteration, prompt_indices: keys of the noise; a prompt index is the position in the stream.
+        rollout_batch: maximum number of samples per forward.
+        noise: dependence between the noise of a group's members, see `group_noise.group_noise`.
+        timer: receives the laps "anchor" and "tails" (which includes the later noise steps of a path).
+        tails: context manager for the forwards whose results only a reward sees, such as FluxPolicy.tails.
+
+    Raises:
+        ValueError: the number of conditioning rows differs from that of the prompts, rollout_batch < 1, or
+            sigmas that do not fit the plan.
     """
     if len(cond) != len(prompt_indices) or not prompt_indices:
-        raise ValueError(f"{len(cond)} rows of conditioning for {len(prompt_indices)} prompts; give one each")
+        raise ValueError(
+            f"got {len(cond)} rows of conditioning for {len(prompt_indices)} prompts; give one row per prompt"
+        )
     levels = plan.levels(sigmas.detach().to("cpu", torch.float32))
     forwards = CountedPolicy(policy, cond, rollout_batch)
     keys = tuple((seed, iteration, prompt) for prompt in prompt_indices)
     start = torch.stack([keyed_noise(policy.latent_shape, *key, "start") for key in keys])
-    drawn = torch.stack(
+    member_noise = torch.stack(
         [
             group_noise(noise, policy.latent_shape, group_size, key, step)
             for step in plan.noise_steps
@@ -154,27 +172,34 @@ def sample(
     anchor = walk_anchor(forwards, plan, levels, _on(policy.device, start))
     if timer is not None:
         timer.lap("anchor")
-    noise_here = _on(policy.device, drawn)
-    with ExitStack() as entered:
-        samples = grow(
+    member_noise = _on(policy.device, member_noise)
+    with ExitStack() as stack:
+        exploration = run_branches(
             forwards,
             plan,
             levels,
             anchor,
-            noise_here,
+            member_noise,
             keys,
             diffusion=diffusion,
             eta=eta,
-            at_tails=lambda: entered.enter_context(tails()),
+            before_tails=lambda: stack.enter_context(tails()),
         )
     if timer is not None:
         timer.lap("tails")
-    return samples
+    return exploration
 
 
 @torch.no_grad()
 def walk_anchor(forwards: CountedPolicy, plan: Plan, levels: Tensor, start: Tensor) -> Anchor:
-    """The shared ODE from the initial noise [P, L, C], as far as the plan needs it."""
+    """Integrates the shared ODE from the initial noise [P, L, C], as far as the plan needs it.
+
+    Args:
+        forwards: the policy, counted.
+        plan: says at which positions branches start and where the anchor ends.
+        levels: noise level of each position, on the CPU.
+        start: [P, L, C], float32.
+    """
     starts = {branch.noise_steps[0] for branch in plan.branches}
     rows = torch.arange(len(start), device=start.device)
     sigma = _on(start.device, levels[:, None].repeat(1, len(start)))
@@ -189,7 +214,7 @@ def walk_anchor(forwards: CountedPolicy, plan: Plan, levels: Tensor, start: Tens
 
 
 @torch.no_grad()
-def grow(
+def run_branches(
     forwards: CountedPolicy,
     plan: Plan,
     levels: Tensor,
@@ -199,54 +224,58 @@ def grow(
     *,
     diffusion: str,
     eta: float,
-    at_tails: Callable[[], object] = lambda: None,
-) -> Samples:
-    """All branches from the anchor's states to their images.
+    before_tails: Callable[[], object] = lambda: None,
+) -> Exploration:
+    """Executes all branches from the anchor's states to their images.
 
     Args:
-        levels: of every position, on the CPU.
-        noise: standard normal [K, P, G, L, C].
-        keys: of the prompts, for what is drawn later.
-        at_tails: called before the forwards from which on only a reward sees what comes out.
+        forwards: the policy, counted.
+        plan: the branches and their tails.
+        levels: noise level of each position, on the CPU.
+        anchor: the states from which the branches start.
+        noise: [K, P, G, L, C], standard normal.
+        keys: (seed, iteration, prompt_index) of each prompt, stored with the result.
+        diffusion, eta: step rule of the noise steps and its strength.
+        before_tails: called before the first wave whose results only a reward sees.
     """
     tree = make_tree(plan)
-    num_noisy, num_prompts, group_size = noise.shape[:3]
+    num_noise_steps, num_prompts, group_size = noise.shape[:3]
     prompt_rows = torch.arange(num_prompts, device=noise.device).repeat_interleave(group_size)
-    sigma = [
+    wave_sigmas = [
         _on(noise.device, levels[list(wave.positions)].repeat_interleave(len(prompt_rows)))
         for wave in tree.waves
     ]
-    schedule = levels[: plan.num_steps + 1]
-    before: list[Tensor | None] = [None] * num_noisy
+    sigmas = levels[: plan.num_steps + 1]
+    before: list[Tensor | None] = [None] * num_noise_steps
     after, log_probs = list(before), list(before)
     images: list[Tensor | None] = [None] * tree.num_images
 
     starts = tree.waves[0].positions
     nodes = [anchor.states[position].repeat_interleave(group_size, 0) for position in starts]
-    # dpm2m looks one image prediction back, over the noisy step too
+    # dpm2m uses the previous image prediction, including the one at the noise step
     history: list[tuple[Tensor, int] | None] = [None] * len(nodes)
-    for number, (wave, wave_sigma) in enumerate(zip(tree.waves, sigma, strict=True)):
-        if number == tree.first_of_tails:
-            at_tails()
+    for number, (wave, sigma) in enumerate(zip(tree.waves, wave_sigmas, strict=True)):
+        if number == tree.first_tail_wave:
+            before_tails()
         if wave is tree.waves[0]:
             velocities = [anchor.velocities[position].repeat_interleave(group_size, 0) for position in starts]
         else:
-            velocities = forwards(nodes, wave_sigma, prompt_rows.repeat(len(nodes)), wave.parts)
+            velocities = forwards(nodes, sigma, prompt_rows.repeat(len(nodes)), wave.parts)
         next_nodes, next_history = [], []
         for edge in wave.edges:
             x, velocity = nodes[edge.node], velocities[edge.node]
             level, next_level = levels[edge.position], levels[edge.next_position]
             x0 = x - level * velocity if plan.solver == "dpm2m" else None
             if edge.noise is not None:
-                mean, std = transition(diffusion, x, velocity, schedule, edge.position, eta)
+                mean, std = transition(diffusion, x, velocity, sigmas, edge.position, eta)
                 x_next = mean + std * noise[edge.noise].flatten(0, 1)
                 before[edge.noise], after[edge.noise] = x, x_next
                 log_probs[edge.noise] = transition_log_prob(diffusion, x_next, mean, std)
             elif x0 is None:
                 x_next = x + velocity * (next_level - level)
             else:
-                x0_previous, previous = history[edge.node] or (None, None)
-                sigma_previous = None if previous is None else levels[previous]
+                x0_previous, position_previous = history[edge.node] or (None, None)
+                sigma_previous = None if position_previous is None else levels[position_previous]
                 x_next = dpm2m_step(x, x0, level, next_level, x0_previous, sigma_previous)
             if edge.image is None:
                 next_nodes.append(x_next)
@@ -258,27 +287,27 @@ def grow(
     def stacked(rows: list[Tensor | None]) -> Tensor:
         return torch.stack([row for row in rows if row is not None]).unflatten(1, (num_prompts, group_size))
 
-    shared: Tensor | None = None
-    at_anchor: Tensor | None = None
+    anchor_x: Tensor | None = None
+    anchor_velocity: Tensor | None = None
     if plan.shares_states:
-        shared = torch.stack([anchor.states[step][:, None] for step in plan.noise_steps])
-        at_anchor = torch.stack([anchor.velocities[step][:, None] for step in plan.noise_steps])
-    return Samples(
+        anchor_x = torch.stack([anchor.states[step][:, None] for step in plan.noise_steps])
+        anchor_velocity = torch.stack([anchor.velocities[step][:, None] for step in plan.noise_steps])
+    return Exploration(
         plan=plan,
         keys=keys,
-        x=stacked(before) if shared is None else shared,
+        x=stacked(before) if anchor_x is None else anchor_x,
         x_next=stacked(after),
-        velocity=at_anchor,
+        velocity=anchor_velocity,
         log_prob=stacked(log_probs),
         latents=stacked(images),
         anchor_latents=anchor.latents,
-        images=tree.images,
+        image_of_tail=tree.image_of_tail,
         nfe={**forwards.counts, "total": sum(forwards.counts.values())},
     )
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A CPU tensor moved without waiting, which needs pinned memory."""
+    """Copies a CPU tensor to the device without blocking the host, which requires pinned memory."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

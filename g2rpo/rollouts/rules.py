@@ -1,7 +1,7 @@
 """Plan rules: which steps get noise in an iteration.
 
-A rule gives the concrete Plan (plan.py) of an iteration. It depends on (number of steps, seed, iteration)
-alone, so every process makes the same plan and runs as many forwards.
+A rule gives the plan (plan.py) of an iteration. It depends only on (number of steps, seed, iteration), so
+every process has the same plan and runs the same number of forwards.
 
     EveryStep   noise on every step but the last               Flow-GRPO 2505.05470, DanceGRPO 2505.07818
     Window      ODE, noise inside a window that moves, ODE     MixGRPO 2507.21802, Flow-GRPO-Fast
@@ -20,23 +20,23 @@ from g2rpo.flow.schedule import compressed_sigmas, tail
 from g2rpo.rollouts.plan import Branch, Plan
 
 WINDOW_ORDERS = ("progressive", "decay", "random")
-
-
 STEP_DRAWS = ("even", "spread")
 
 
 class PlanRule(Protocol):
     """Gives the plan of an iteration, the same on every rank."""
 
-    def plan(self, num_steps: int, seed: int, train_step: int) -> Plan: ...
+    def plan(self, num_steps: int, seed: int, iteration: int) -> Plan:
+        """Returns the plan of an iteration for trajectories of num_steps denoising steps."""
+        ...
 
 
 @dataclass(frozen=True)
 class EveryStep:
-    """Noise on every step but the last, whose noise would stay in the image.
+    """Noise on every step except the last, whose noise would remain in the image.
 
     Attributes:
-        train_fraction: share of the noisy steps that each member trains, drawn by key; DanceGRPO 0.6.
+        train_fraction: share of the noise steps that each member trains, in (0, 1]; DanceGRPO uses 0.6.
     """
 
     train_fraction: float = 1.0
@@ -45,33 +45,34 @@ class EveryStep:
         if not 0 < self.train_fraction <= 1:
             raise ValueError(f"train_fraction must lie in (0, 1], got {self.train_fraction}")
 
-    def plan(self, num_steps: int, seed: int, train_step: int) -> Plan:
-        """The same plan at every train step."""
+    def plan(self, num_steps: int, seed: int, iteration: int) -> Plan:
+        """Returns the same plan at every iteration."""
         if num_steps < 2:
             raise ValueError(f"noise on every step but the last needs num_steps >= 2, got {num_steps}")
-        noisy = num_steps - 1
+        num_noise_steps = num_steps - 1
         # 1e-9: 0.6 * 15 is 9, and must not become 8 by the rounding of 0.6
-        trained = max(1, int(self.train_fraction * noisy + 1e-9))
-        path = Branch(tuple(range(noisy)), ((noisy, num_steps),))
-        return Plan(num_steps, (path,), num_trained=trained if trained < noisy else None)
+        trained = max(1, int(self.train_fraction * num_noise_steps + 1e-9))
+        path = Branch(tuple(range(num_noise_steps)), ((num_noise_steps, num_steps),))
+        return Plan(num_steps, (path,), num_trained=trained if trained < num_noise_steps else None)
 
 
 @dataclass(frozen=True)
 class Window:
     """Noise inside a window that moves during training, ODE outside (MixGRPO, arXiv:2507.21802).
 
-    The window is [start, start + width). The released code lets it shrink to nothing where the start runs
-    past the end of its range, and then breaks; here it stays there with its width.
+    The window is [start, start + width). In the released code it shrinks to nothing, and the run fails, when
+    the start passes the end of its range; here the window stops at the end and keeps its width.
 
     Attributes:
-        width: noisy steps; all are trained.
-        hold: iterations at each start ("decay": at the first; falling linearly to 1 at the last).
-        stride: steps by which the start grows; 0 never moves it.
-        order: "progressive", "decay", or "random" (a new start each iteration; the first is 0 without span).
-        roll_back: return to the start after the end; else stay there.
+        width: number of noise steps; all are trained.
+        hold: iterations at each start ("decay": at the first start, falling linearly to 1 at the last).
+        stride: steps by which the start increases; 0 = the window does not move.
+        order: "progressive", "decay", or "random" (a new start at each iteration; without span, iteration 0
+            starts at 0).
+        roll_back: whether the window returns to its first start after the last; otherwise it stays there.
         flash: MixGRPO-Flash's ratio of points after the window, solved by dpm2m; None = every step, Euler.
-        shift: schedule shift that Flash's points are made with; the same as the trajectory's.
-        span: (first, end) of the steps that the window lies within; None: (0, T - 2).
+        shift: sigma shift of Flash's points; must equal the trajectory's.
+        span: (first, end) of the steps within which the window moves; None = (0, T - 2).
     """
 
     width: int = 4
@@ -90,24 +91,28 @@ class Window:
                 f"hold={self.hold}, stride={self.stride}"
             )
         if self.order not in WINDOW_ORDERS:
-            raise ValueError(f"unknown window order {self.order!r}: use one of {WINDOW_ORDERS}")
+            raise ValueError(f"unknown window order {self.order!r}: use one of {', '.join(WINDOW_ORDERS)}")
 
-    def plan(self, num_steps: int, seed: int, train_step: int) -> Plan:
-        """The window of this train step as one path."""
-        start = self.start(num_steps, seed, train_step)
+    def plan(self, num_steps: int, seed: int, iteration: int) -> Plan:
+        """Returns the window of this iteration as one branch."""
+        start = self.start(num_steps, seed, iteration)
         noise_steps = tuple(range(start, start + self.width))
         after = noise_steps[-1] + 1
         if self.flash is None:
             positions = tuple(tail(num_steps, after, 1))
             return Plan(num_steps, (Branch(noise_steps, (positions,)),))
-        # The first compressed point is the window's end, which the schedule holds already.
+        # The first compressed point is the end of the window, which is one of the sigmas already.
         extra = compressed_sigmas(num_steps, noise_steps[-1], self.flash, self.shift)[1:].tolist()
         positions = (after, *range(num_steps + 1, num_steps + 1 + len(extra)))
         branch = Branch(noise_steps, (positions,))
         return Plan(num_steps, (branch,), extra_sigmas=tuple(extra), solver="dpm2m")
 
-    def start(self, num_steps: int, seed: int, train_step: int) -> int:
-        """First noisy step of this train step's window."""
+    def start(self, num_steps: int, seed: int, iteration: int) -> int:
+        """Returns the first noise step of this iteration's window.
+
+        Raises:
+            ValueError: the window does not fit into num_steps or span.
+        """
         first, end = self.span or (0, num_steps - 2)
         last = end - self.width
         if self.span is None and last < 0:
@@ -117,22 +122,22 @@ class Window:
             )
         if not 0 <= first <= last or end > num_steps - 1:
             raise ValueError(
-                f"a window of {self.width} does not fit into window_range [{first}, {end}]: of num_steps="
-                f"{num_steps} that begins at 0 or later, ends at {num_steps - 1} or earlier, and is as wide"
+                f"a window of {self.width} does not fit into window_range [{first}, {end}]: for num_steps="
+                f"{num_steps} the range must lie in [0, {num_steps - 1}] and hold at least {self.width} steps"
             )
         if self.order == "random":
-            begins = train_step == 0 and self.span is None  # at 0, as MixGRPO's released code has it
-            return first if begins else random_start(first, last, (seed, train_step))
-        # The released order of starts runs up to T - 2; those past `last` would shrink the window.
+            starts_at_first = iteration == 0 and self.span is None  # as in MixGRPO's released code
+            return first if starts_at_first else random_start(first, last, (seed, iteration))
+        # In the released code starts run up to T - 2; a start beyond `last` would shrink the window.
         starts = range(first, end + 1, self.stride) if self.stride else range(first, first + 1)
         fall = (self.hold - 1) / (end - first) if self.order == "decay" else 0.0
         holds = [int(self.hold - fall * (start - first)) for start in starts]
         if self.roll_back:
-            train_step %= sum(holds)
+            iteration %= sum(holds)
         for start, hold in zip(starts, holds, strict=True):
-            if train_step < hold:
+            if iteration < hold:
                 return min(start, last)
-            train_step -= hold
+            iteration -= hold
         return min(starts[-1], last)
 
 
@@ -141,12 +146,12 @@ class Singular:
     """Noise on one step at a time, each finished by an ODE tail per stride (G2RPO, arXiv:2510.01982).
 
     Attributes:
-        train_steps: the noisy steps, each explored from the shared anchor state.
+        train_steps: the noise steps, each explored from the shared anchor state.
         granularities: strides of the tails, the set Lambda.
         tail_rule: "released" or "paper", see `schedule.tail`.
-        num_drawn: how many of them an iteration explores, drawn anew each time; None = all.
-        draw: "even", or "spread": a step's chance grows with `spread` over the forwards that it costs.
-        spread: of the rewards at each of train_steps, in any unit; () = not known yet.
+        num_drawn: number of train_steps that an iteration explores, sampled at each iteration; None = all.
+        draw: "even", or "spread": the probability of a step is proportional to `spread` per forward.
+        spread: spread of the rewards at each of train_steps, in any unit; () = not measured yet.
     """
 
     train_steps: tuple[int, ...] = tuple(range(8))
@@ -159,12 +164,12 @@ class Singular:
     def __post_init__(self) -> None:
         if not self.train_steps or not self.granularities:
             raise ValueError(
-                "need at least one noisy step and one granularity, got "
+                "need at least one noise step and one granularity, got "
                 f"train_steps={self.train_steps}, granularities={self.granularities}"
             )
         for name in ("train_steps", "granularities"):
             if len(set(getattr(self, name))) != len(getattr(self, name)):
-                raise ValueError(f"{name} names an entry twice: {getattr(self, name)}")
+                raise ValueError(f"{name} must not repeat an entry, got {getattr(self, name)}")
         if self.draw not in STEP_DRAWS:
             raise ValueError(f"unknown step_draw {self.draw!r}: use one of {', '.join(STEP_DRAWS)}")
         if self.num_drawn is not None and not 1 <= self.num_drawn <= len(self.train_steps):
@@ -173,10 +178,14 @@ class Singular:
                 f"got {self.num_drawn}"
             )
         if self.draw != "even" and self.num_drawn is None:
-            raise ValueError(f"step_draw={self.draw} draws nothing without steps_per_iteration; set that too")
+            raise ValueError(f"step_draw={self.draw} has no effect without steps_per_iteration; set that too")
 
-    def plan(self, num_steps: int, seed: int, train_step: int) -> Plan:
-        """All of train_steps, or this train step's draw of them."""
+    def plan(self, num_steps: int, seed: int, iteration: int) -> Plan:
+        """Returns a plan for all of train_steps, or for this iteration's sample of them.
+
+        Raises:
+            ValueError: train_steps outside 0..num_steps - 2.
+        """
         if min(self.train_steps) < 0 or max(self.train_steps) > num_steps - 2:
             raise ValueError(
                 f"train_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, "
@@ -187,7 +196,7 @@ class Singular:
             for k in self.train_steps
         )
         if self.num_drawn is not None and self.num_drawn < len(branches):
-            branches = tuple(branches[b] for b in self._drawn(branches, seed, train_step))
+            branches = tuple(branches[b] for b in self._sampled_branches(branches, seed, iteration))
         return Plan(num_steps, branches, finish_anchor=True)
 
     def with_spread(self, spread: Mapping[int, float]) -> Singular:
@@ -197,19 +206,19 @@ class Singular:
         usual = sum(spread.values()) / len(spread)  # for a step that was not drawn yet
         return replace(self, spread=tuple(spread.get(k, usual) for k in self.train_steps))
 
-    def _drawn(self, branches: tuple[Branch, ...], seed: int, train_step: int) -> list[int]:
-        """Which branches, in order; without replacement."""
-        chances = None
+    def _sampled_branches(self, branches: tuple[Branch, ...], seed: int, iteration: int) -> list[int]:
+        """Returns the indices of this iteration's branches in ascending order, without replacement."""
+        probabilities = None
         if any(self.spread):
-            # A step of no spread at all keeps a small chance: its spread may come back.
+            # A step without any spread keeps a small probability: its spread may return.
             floor = 0.05 * max(self.spread)
-            worth = [max(s, floor) / branch.forwards for s, branch in zip(self.spread, branches, strict=True)]
-            chances = np.asarray(worth) / sum(worth)
-        generator = np.random.default_rng((seed, train_step))
-        found = generator.choice(len(branches), size=self.num_drawn, replace=False, p=chances)
-        return sorted(int(b) for b in found)
+            weights = [max(s, floor) / b.forwards for s, b in zip(self.spread, branches, strict=True)]
+            probabilities = np.asarray(weights) / sum(weights)
+        generator = np.random.default_rng((seed, iteration))
+        indices = generator.choice(len(branches), size=self.num_drawn, replace=False, p=probabilities)
+        return sorted(int(index) for index in indices)
 
 
 def random_start(first: int, last: int, key: int | tuple[int, ...]) -> int:
-    """Start of a random window, uniform on first..last, from numpy's generator of this key."""
+    """Start of a random window, uniform on first..last, from numpy's generator seeded with `key`."""
     return int(np.random.default_rng(key).integers(first, last + 1))

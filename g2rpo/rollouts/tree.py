@@ -1,14 +1,14 @@
-"""The forwards of a plan in the order in which they are run: waves over a prefix tree.
+"""The order of a plan's forwards: waves over a prefix tree.
 
-A way from the anchor to an image is a chain of positions, noise steps first. Chains of one branch that
-agree so far are in the same state, so a chain's prefix is a node, evaluated once per group member:
+A path from the anchor to an image is a chain of positions that begins with the noise steps. Chains of one
+branch with a common prefix share its state, so a prefix is a node, evaluated once per group member:
 
-    k = 1, strides 1 and 2:     1 ~ 2 - 3 - 4 - 5 - ...       ~ noisy step, velocity known from the anchor
+    k = 1, strides 1 and 2:     1 ~ 2 - 3 - 4 - 5 - ...       ~ noise step, velocity known from the anchor
                                         \\
                                           5 - 7 - ...          2 and 3 are evaluated once for both
 
-Wave d holds the nodes at depth d of *all* branches: the policy takes one sigma per sample, so they share
-its batches. All of this is known from the plan, before the first forward.
+Wave d holds the nodes at depth d of *all* branches; they share batches, because the policy takes one sigma
+per sample. The tree is computed from the plan alone, before the first forward.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from g2rpo.rollouts.plan import Plan
 
 @dataclass(frozen=True)
 class Edge:
-    """One step out of a node.
+    """One denoising step that starts at a node.
 
     Attributes:
-        node: where it starts, an index into its wave.
-        position, next_position: levels it goes between.
-        noise: its index on the rollout's axis K if it is a noisy step, else None.
-        image: the distinct image that it ends at, or None: it ends at the next wave's next node.
+        node: index of the starting node in its wave.
+        position, next_position: positions of the noise levels before and after the step.
+        noise: index on the rollout's axis K if it is a noise step, else None.
+        image: index of the distinct image at which the step ends, or None if it ends at the next node of the
+            next wave.
     """
 
     node: int
@@ -38,12 +39,12 @@ class Edge:
 
 @dataclass(frozen=True)
 class Wave:
-    """Nodes of one depth, and the steps out of them in the order of the next wave's nodes.
+    """Nodes of one depth, and the steps that leave them, in the order of the next wave's nodes.
 
     Attributes:
-        positions: of the nodes.
-        parts: "anchor", "sde" or "tails": what each node's evaluation counts as.
-        edges: at least one per node.
+        positions: position of each node.
+        parts: "anchor", "sde" or "tails": the part as which each node's evaluation is counted.
+        edges: the steps, at least one per node.
     """
 
     positions: tuple[int, ...]
@@ -53,36 +54,36 @@ class Wave:
 
 @dataclass(frozen=True)
 class Tree:
-    """All waves of a plan; the first one's nodes are anchor states, evaluated already.
+    """All waves of a plan; the nodes of the first wave are anchor states, which are already evaluated.
 
     Attributes:
-        waves: in order; the k-th node of a wave is the target of the k-th imageless edge before it.
-        images: [branches][J], which distinct image each tail ends at.
-        num_images: distinct images per member.
+        waves: in order; the k-th node of a wave is the end of the previous wave's k-th edge without an image.
+        image_of_tail: [branches][J], index of the distinct image at which each tail ends.
+        num_images: number of distinct images per member.
     """
 
     waves: tuple[Wave, ...]
-    images: tuple[tuple[int, ...], ...]
+    image_of_tail: tuple[tuple[int, ...], ...]
     num_images: int
 
     @property
-    def first_of_tails(self) -> int:
-        """Number of the wave from which on all forwards count as tails."""
+    def first_tail_wave(self) -> int:
+        """Index of the first wave from which all forwards are counted as tails."""
         before = [n for n, wave in enumerate(self.waves) if set(wave.parts) != {"tails"}]
         return 1 + max(before)
 
 
 def make_tree(plan: Plan) -> Tree:
-    """Waves and images of a plan."""
+    """Builds the waves of a plan and numbers its distinct images."""
     first_noise: list[int] = []
     chains: dict[tuple[int, tuple[int, ...]], int] = {}
-    images: list[tuple[int, ...]] = []
+    image_of_tail: list[tuple[int, ...]] = []
     for b, branch in enumerate(plan.branches):
         first_noise.append(sum(len(before.noise_steps) for before in plan.branches[:b]))
         ends = [(b, (*branch.noise_steps, *positions)) for positions in branch.tails]
         for end in ends:
             chains.setdefault(end, len(chains))
-        images.append(tuple(chains[end] for end in ends))
+        image_of_tail.append(tuple(chains[end] for end in ends))
 
     waves = []
     nodes = list(dict.fromkeys((b, chain[:1]) for b, chain in chains))
@@ -105,7 +106,7 @@ def make_tree(plan: Plan) -> Tree:
         parts = tuple(_part(depth, len(plan.branches[b].noise_steps)) for b, _ in nodes)
         waves.append(Wave(tuple(chain[-1] for _, chain in nodes), parts, tuple(edges)))
         nodes = [step for step in steps if step not in chains]
-    return Tree(tuple(waves), tuple(images), len(chains))
+    return Tree(tuple(waves), tuple(image_of_tail), len(chains))
 
 
 def _part(depth: int, num_noise_steps: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from g2rpo.algorithms.base import coarse_tails
+from g2rpo.algorithms.base import coarse_tails_warning
 from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.load import read_settings
@@ -89,7 +89,7 @@ def describe_run(settings: Settings, policy: Policy, parameters: Mapping[str, Te
     processes = f" on {world_size()} processes" if world_size() > 1 else ""
     weights = f" with {settings.weights}" if settings.weights else ""
     resumed = f"from iteration {step} on, " if step else ""
-    warning = f"\n{text}" if (text := coarse_tails(plan)) else ""
+    warning = f"\n{text}" if (text := coarse_tails_warning(plan)) else ""
     return (
         f"{settings.algorithm} on {settings.model}{weights}: {what} ({count / 1e6:.1f} M){processes}, "
         f"{settings.prompts_per_iteration} prompts x {nfe} forwards per iteration, {resumed}"

@@ -14,7 +14,7 @@ import torch
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.reading import Header, read_header
 from g2rpo.rewards.clip import clip, hps, imagereward, layouts, networks
-from g2rpo.rewards.published import TORCH_FILES, read_torch, weights_at
+from g2rpo.rewards.published import TORCH_FILES, read_torch, weight_file
 from g2rpo.setup.doctor import Row
 from g2rpo.setup.headers import AGAIN, compared
 
@@ -43,12 +43,12 @@ def is_reward(path: Path) -> bool:
 def check_reward(path: Path, base: str | None = None) -> list[Row]:
     """Rows for a reward model's folder or file, which has its own configuration, whatever `base`."""
     try:
-        file = weights_at(path, (*OWN_NAMES, *clip.FILES))
+        file = weight_file(path, (*OWN_NAMES, *clip.FILES))
         found = read_header(file) if file.suffix == ".safetensors" else _torch_header(file)
         network, layout, kind = _network(file, found)
     except ValueError as error:
         return [Row(path.name, "missing", str(error), AGAIN)]
-    used = {key: value for key, value in found.items() if not layouts.unused(key)}
+    used = {key: value for key, value in found.items() if not layouts.is_unused(key)}
     rows = compared(file.name, used, layouts.stored_shapes(network, layout), "it is of another network")
     return rows if any(row.status != "ok" for row in rows) else [_named(row, kind) for row in rows]
 

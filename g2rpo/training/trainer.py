@@ -40,7 +40,7 @@ from g2rpo.objectives.batch import rows_of
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import CheckedReward, load_rewards
-from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
 from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
@@ -275,7 +275,7 @@ class Trainer:
         prompts = [self.stream.at(position, 1)[0] for position in positions]
         texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
         cond = self.cache.get(self.policy, texts)
-        samples = sample(
+        samples = explore(
             self.policy,
             self.focus.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
             self.sigmas,
@@ -305,7 +305,7 @@ class Trainer:
         )
         told = {f"seconds_{part}": value for part, value in timer.seconds().items()}
         trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
-        a_row = algorithm.forwards_a_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
+        a_row = algorithm.forwards_per_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
         nfe = {
             "nfe": samples.nfe["total"] * world_size(),
             "nfe_update": settings.prompts_per_iteration * trained_rows * a_row,
@@ -316,7 +316,7 @@ class Trainer:
         """Second half: advantages, loss, optimizer. Counts the iteration."""
         settings, algorithm = self.settings, self.algorithm
         began = time.perf_counter()
-        judged = [one for share in gathered([r.judged() for r in rollouts]) for one in share]
+        judged = [one for share in gathered([r.for_statistics() for r in rollouts]) for one in share]
         self._check_valid(judged)
         advantages = advantages_of(judged, algorithm, list(settings.rewards.values()))
         first = rank() * len(rollouts)

@@ -221,7 +221,7 @@ class _BatchLoss:
     def _evaluate(self, part: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability [N, G] of the members' states, with mean [N * G, ...] and std of their step."""
         members, rule = part.x_next.shape[1], self.algorithm.diffusion
-        v = velocity(part.x, self.sigmas[part.step], self.cond[part.prompt])
+        v = velocity(part.x, self.sigmas[part.step], self.cond[part.cond_row])
         step = part.step.repeat_interleave(members)
         x, v = (value.repeat_interleave(members, 0) for value in (part.x, v))
         mean, std = transition(rule, x, v, self.sigmas, step, self.algorithm.eta)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.algorithms.base import coarse_tails
+from g2rpo.algorithms.base import coarse_tails_warning
 from g2rpo.algorithms.dance_grpo import dance_grpo
 from g2rpo.algorithms.flow_grpo import flow_grpo
 from g2rpo.algorithms.g2rpo import g2rpo, g2rpo_single
@@ -68,9 +68,9 @@ def test_the_fast_window_of_flow_grpo():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 4}, r"window of 4 does not fit into window_range \[0, 3\]: of num_steps=6"),
-        ({"window": 2, "window_range": [0, 6]}, "ends at 5 or earlier"),
-        ({"window": 2, "window_range": [-1, 3]}, "begins at 0 or later"),
+        ({"window": 4}, r"window of 4 does not fit into window_range \[0, 3\]: for num_steps=6"),
+        ({"window": 2, "window_range": [0, 6]}, r"must lie in \[0, 5\]"),
+        ({"window": 2, "window_range": [-1, 3]}, r"must lie in \[0, 5\]"),
         ({"window": 2, "window_range": [3, 1]}, "does not fit"),
         ({"window": 2, "window_range": [3]}, "first step and the end, such as"),
         ({"window": 2, "window_range": []}, "give two numbers"),
@@ -88,8 +88,8 @@ def test_fast_windows_that_are_none(options, message):
     ("options", "message"),
     [
         ({"diffusion": "sde"}, "flow, dance, cps"),
-        ({"update": "twice"}, "once, per_step, or a number of parts"),
-        ({"update": 1}, "2 or more"),
+        ({"update": "twice"}, "once, per_step, or a number >= 2"),
+        ({"update": 1}, "a number >= 2 of optimizer steps"),
         ({"advantage_std": "global"}, "group, batch"),
         ({"eta": -0.1}, "eta must be > 0"),
         ({"eta": 0.0}, "without noise all images"),
@@ -143,18 +143,19 @@ def test_the_docs_table_is_the_presets():
 def test_what_a_row_of_the_update_costs():
     def row(recomputed=False, **options) -> int:
         algorithm = PRESETS["g2rpo"](num_steps=6, train_steps=3, **options)
-        return algorithm.forwards_a_row(algorithm.plan.plan(6, 0, 0), 12, recomputed)
+        return algorithm.forwards_per_row(algorithm.plan.plan(6, 0, 0), 12, recomputed)
 
     assert row() == 3
     assert row(kl_beta=0.1) == row(update="per_step") == row(recomputed=True) == 4
     assert row(recomputed=True, kl_beta=0.1, update="per_step") == 6
     one = PRESETS["g2rpo"](num_steps=6, train_steps=1, update="per_step")
-    assert one.forwards_a_row(one.plan.plan(6, 0, 0), 12) == 3  # one step: its ratio is 1, nothing before it
+    # With one optimizer step the ratio is 1, and no forward before it is needed.
+    assert one.forwards_per_row(one.plan.plan(6, 0, 0), 12) == 3
     # A row of the group is gone through for each part of its members, and before all of them; not a member's.
     assert row(update=4) == 4 * 4 and row(update=20) == 12 * 4
     for name in ("mix_grpo", "dance_grpo"):
         own = PRESETS[name](num_steps=6, kl_beta=0.1)
-        assert own.forwards_a_row(own.plan.plan(6, 0, 0), 12) == 5
+        assert own.forwards_per_row(own.plan.plan(6, 0, 0), 12) == 5
     assert [PRESETS[name]().chunks(12) for name in ("mix_grpo", "dance_grpo", "g2rpo")] == [4, 3, 1]
     assert PRESETS["mix_grpo"]().chunks(3) == 3  # no more parts than members
 
@@ -165,13 +166,13 @@ def test_what_a_row_of_the_update_costs():
         # Those that collapsed (docs/comparison.md) ...
         (
             g2rpo(num_steps=10, train_steps=5, granularities=(3,)),
-            "after noise step 3 the finest tail takes 2 of the 6",
+            "after noise step 3 the finest tail has 2 of the 6",
         ),
         (
             g2rpo(num_steps=6, train_steps=3, granularities=(2,)),
-            "after noise step 1 the finest tail takes 2 of the 4",
+            "after noise step 1 the finest tail has 2 of the 4",
         ),
-        (mix_grpo(num_steps=10, window=3, flash=0.4), "after noise step 2 the finest tail takes 2 of the 7"),
+        (mix_grpo(num_steps=10, window=3, flash=0.4), "after noise step 2 the finest tail has 2 of the 7"),
         # ... and those that held.
         (g2rpo(num_steps=10, train_steps=5, granularities=(2,)), ""),
         (g2rpo(num_steps=10, train_steps=5), ""),
@@ -182,5 +183,5 @@ def test_what_a_row_of_the_update_costs():
     ],
 )
 def test_tails_so_coarse_that_policies_collapsed_are_told(made, said):
-    told = coarse_tails(made.plan.plan(made.num_steps, 0, 0))
-    assert told.startswith(said) and bool(told) == bool(said)
+    warning = coarse_tails_warning(made.plan.plan(made.num_steps, 0, 0))
+    assert warning.startswith(said) and bool(warning) == bool(said)

@@ -142,7 +142,7 @@ def test_none_means_the_default():
         (["lora_alpha=8"], "no effect with lora_rank=0"),
         (["eval_every=10", "eval_prompts=none"], "needs eval_prompts"),
         (["prompts=none.txt"], "no prompt file"),
-        (["prompts=Makefile"], "prompts are read from .txt"),
+        (["prompts=Makefile"], "prompt files end in .txt"),
         (["model=./no/such/folder"], "there is none"),
         (["out=/dev/null/x"], "is a file"),
         (["out="], "at least 1 character"),

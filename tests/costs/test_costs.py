@@ -166,7 +166,7 @@ def test_granularities_that_coincide_are_named(folder):
 def test_tails_that_are_too_coarse_are_noted_once(folder):
     options = {"num_steps": 10, "train_steps": 5, "granularities": [3], "iterations": 3}
     (note,) = plan_costs(Settings(model=str(folder), **options)).notes
-    assert "finest tail takes 2 of the 6 steps left" in note and "docs/choosing.md" in note
+    assert "finest tail has 2 of the 6 remaining steps" in note and "docs/choosing.md" in note
 
 
 @pytest.mark.parametrize(("lora_rank", "precision"), [(0, "float32"), (3, "float32"), (3, "bfloat16")])

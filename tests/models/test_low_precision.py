@@ -8,7 +8,7 @@ from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.network import blocks_of
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.loading.low_precision import eligible_linears, float8_linears
-from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
 
@@ -21,7 +21,7 @@ def explored(policy, plan=None, **options):
     cond = policy.encode(["a", "b"])
     given = {"group_size": 3, "diffusion": "flow", "eta": 0.7, "seed": 0, "iteration": 0}
     with policy.resident():
-        return sample(
+        return explore(
             policy, plan, shifted_sigmas(plan.num_steps), cond, prompt_indices=[0, 1], **given, **options
         )
 
@@ -124,7 +124,7 @@ def test_a_compiled_rollout_in_eight_bits_never_waits():
     with policy.resident():
         torch.cuda.set_sync_debug_mode("error")
         try:
-            low = sample(
+            low = explore(
                 policy,
                 plan,
                 shifted_sigmas(6),

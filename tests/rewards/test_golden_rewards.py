@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support.reward_files import MODELS, PICTURES, golden_ids, loading, pixels, publish, tensors, told
+from support.reward_files import MODELS, PICTURES, golden_ids, golden_json, loading, pixels, publish, tensors
 
 from g2rpo.rewards.registry import load_reward
 
@@ -29,11 +29,11 @@ def load(reward, folder, **options):
 
 def scores(loaded, reward):
     """[pictures, captions] from the golden pixels."""
-    captions = told(MODELS[reward])["captions"]
+    captions = golden_json(MODELS[reward])["captions"]
     images = tensors(MODELS[reward] + "_io")["pixel_values"]
     with torch.no_grad():
         encoded = loaded.encode(captions)
-        columns = [loaded.judge(images, one.expand(len(images), *one.shape)) for one in encoded]
+        columns = [loaded.score_pixels(images, one.expand(len(images), *one.shape)) for one in encoded]
     return torch.stack(columns, 1)
 
 
@@ -59,7 +59,7 @@ def test_scores(folders, reward):
 @pytest.mark.parametrize("reward", ["hps", "clip", "pickscore"])
 def test_features_of_a_clip(folders, reward):
     loaded, io = load(reward, folders[reward]), tensors(MODELS[reward] + "_io")
-    captions = told(MODELS[reward])["captions"]
+    captions = golden_json(MODELS[reward])["captions"]
     with torch.no_grad():
         images = loaded.network.get_image_features(pixel_values=io["pixel_values"]).pooler_output
         texts = loaded.network.get_text_features(input_ids=loaded.tokenizer(captions)).pooler_output
@@ -84,7 +84,7 @@ def test_raw_output_of_pickscore(folders):
 @pytest.mark.parametrize("reward", MODELS)
 def test_from_picture_files_to_scores(folders, reward):
     """Preprocessing and network together, all captions of a picture in one call."""
-    loaded, captions = load(reward, folders[reward], batch=4), told(MODELS[reward])["captions"]
+    loaded, captions = load(reward, folders[reward], batch=4), golden_json(MODELS[reward])["captions"]
     ours = torch.stack([loaded(pixels(name).expand(6, -1, -1, -1), captions) for name in PICTURES])
     torch.testing.assert_close(ours, golden(reward), atol=1e-5, rtol=0)
 
@@ -93,7 +93,7 @@ def test_from_picture_files_to_scores(folders, reward):
 
 
 def change_of(reward, setting):
-    model = told(MODELS[reward])
+    model = golden_json(MODELS[reward])
     known = next(
         value for key, value in model.items() if key.startswith("largest_") and key.endswith("setting")
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.reward_files import FOLDER, MODELS, loading, publish, tensors, told
+from support.reward_files import FOLDER, MODELS, golden_json, loading, publish, tensors
 
 from g2rpo.rewards.clip import imagereward, layouts, networks
 from g2rpo.rewards.registry import load_reward
@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 def manifest(name):
     """Key -> tensor without storage, of a published file."""
-    return {key: torch.empty(shape, device="meta") for key, (shape, _) in told(f"manifests/{name}").items()}
+    return {
+        key: torch.empty(shape, device="meta") for key, (shape, _) in golden_json(f"manifests/{name}").items()
+    }
 
 
 def full_size(name, state):
@@ -35,8 +37,8 @@ NAMES = {"openclip_vit_h_14": 986_109_441, "hf_clip_vit_h_14": 986_109_441, "ima
 def test_full_size_networks_load_strictly(name):
     state = manifest(name)
     network, layout = full_size(name, state)
-    layouts.fill(network, state, layout, name)
-    unused = sum(value.numel() for key, value in state.items() if layouts.unused(key))
+    layouts.assign_weights(network, state, layout, name)
+    unused = sum(value.numel() for key, value in state.items() if layouts.is_unused(key))
     assert sum(value.numel() for value in network.state_dict().values()) == NAMES[name] - unused
     assert sum(value.numel() for value in state.values()) == NAMES[name]
     assert (unused > 0) == (name == "imagereward")
@@ -49,7 +51,7 @@ def test_full_size_networks_load_strictly(name):
         (state | {wrong: torch.empty(3, 5, device="meta")}, rf"{wrong} \(3, 5\), not \("),
     ):
         with pytest.raises(ValueError, match=message):
-            layouts.fill(network, spoilt, layout, name)
+            layouts.assign_weights(network, spoilt, layout, name)
 
 
 def test_heads_of_the_published_networks():
@@ -73,7 +75,7 @@ def test_a_file_cut_at_a_block_is_not_taken_for_a_shallower_network():
     state = {key: one for key, one in manifest("openclip_vit_h_14").items() if "resblocks.31." not in key}
     network, layout = networks.meta_clip(FOLDER / "x.pt", state, quick_gelu=False)
     with pytest.raises(ValueError, match=r"12 missing keys: visual\.transformer\.resblocks\.31"):
-        layouts.fill(network, state, layout, "x.pt")
+        layouts.assign_weights(network, state, layout, "x.pt")
 
 
 # ---- files
@@ -122,7 +124,7 @@ def test_pickled_code_is_refused(tmp_path, reward, capsys):
     folder = publish(reward, tmp_path)
     (file,) = [path for path in folder.iterdir() if path.suffix in (".pt", ".bin")]
     torch.save({**tensors(MODELS[reward]), "more": Evil()}, file)
-    with pytest.raises(ValueError, match=r"holds more than tensors.*nothing in it was run"):
+    with pytest.raises(ValueError, match=r"contains more than tensors.*nothing in it was executed"):
         load_reward(reward, CPU, {"path": str(file), **loading(reward)})
     assert "more than tensors" in verify(file)[0].found
     assert "never" not in capsys.readouterr().out
@@ -133,8 +135,8 @@ def test_files_that_do_not_do(tmp_path):
         with pytest.raises(ValueError, match=message):
             load_reward(reward, CPU, options)
 
-    refused("the hps reward: no './nowhere' here.*hub name", path="./nowhere")
-    refused("no 'gone.pt' here", path="gone.pt")
+    refused("the hps reward: './nowhere' does not exist.*hub name", path="./nowhere")
+    refused("'gone.pt' does not exist", path="gone.pt")
     refused("holds no weights; looked for HPS_v2.1_compressed.pt", path=str(tmp_path))
     cut = publish("hps", tmp_path / "cut") / "HPS_v2.1_compressed.pt"
     cut.write_bytes(cut.read_bytes()[:5000])
@@ -142,40 +144,43 @@ def test_files_that_do_not_do(tmp_path):
     cut.write_text("version https://git-lfs.github.com/spec/v1")
     refused("is a git-lfs pointer", path=str(cut))
     cut.write_text("hello")
-    refused("is no file of torch", path=str(cut))
+    refused("was not written by torch", path=str(cut))
     (tmp_path / "short.safetensors").write_bytes(b"12345678{}")
     refused("is damaged", path=str(tmp_path / "short.safetensors"))
     torch.save([1, 2], cut)
-    refused("holds no mapping of names to tensors", path=str(cut))
+    refused("contains no mapping of names to tensors", path=str(cut))
     torch.save({1: torch.zeros(1)}, cut)
-    refused("holds no mapping of names to tensors", path=str(cut))
+    refused("contains no mapping of names to tensors", path=str(cut))
     assert "no mapping of names" in verify(cut)[0].found
-    refused("the hps reward: 5 is no folder", path=5)
+    refused("the hps reward: path=5 must be a folder", path=5)
     torch.save({"epoch": 3, "weights": {}}, cut)
-    refused("holds no mapping of names to tensors", path=str(cut))
+    refused("contains no mapping of names to tensors", path=str(cut))
     refused(
-        "holds no CLIP.*its keys are", path=str(publish("imagereward", tmp_path / "i") / "ImageReward.pt")
+        "contains no CLIP.*its keys are", path=str(publish("imagereward", tmp_path / "i") / "ImageReward.pt")
     )
     refused("is no ImageReward: it lacks blip", "imagereward", path=str(_other(tmp_path)))
     (tmp_path / "text.txt").write_text("hello")
     refused("text.txt is no weight file", path=str(tmp_path / "text.txt"))
     bare = publish("clip", tmp_path / "bare")
     (bare / "open_clip_config.json").unlink()
-    refused("64 and 48 wide.*put its open_clip_config.json beside it", "clip", path=str(bare))
-    refused("64 and 48 wide.*give heads=", "imagereward", path=str(tmp_path / "i"))
+    refused("widths 64 and 48.*put open_clip_config.json beside it", "clip", path=str(bare))
+    refused("widths 64 and 48.*give heads=", "imagereward", path=str(tmp_path / "i"))
     (bare / "open_clip_config.json").write_text(
         json.dumps({"model_cfg": {"embed_dim": 32, "vision_cfg": {}}})
     )
     refused("describes no CLIP of two plain transformers", "clip", path=str(bare))
-    config = {"model_cfg": told("tiny_openclip_gelu")["config"], "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}
+    config = {
+        "model_cfg": golden_json("tiny_openclip_gelu")["config"],
+        "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]},
+    }
     (bare / "open_clip_config.json").write_text(json.dumps(config))
-    refused(r"pictures with mean \[0.5", "clip", path=str(bare))
+    refused(r"preprocessing with mean \[0.5", "clip", path=str(bare))
     loose = publish("pickscore", tmp_path / "loose")
     (loose / "config.json").write_text(json.dumps({"model_type": "clip", "vision_config": 5}))
-    refused("does not fit: .*'vision_config' with value 5", "pickscore", path=str(loose))
+    refused("is inconsistent: .*'vision_config' with value 5", "pickscore", path=str(loose))
     assert "'vision_config' with value 5" in verify(loose)[0].found
     (loose / "config.json").write_text(json.dumps({"model_type": "siglip"}))
-    refused("is that of a siglip", "pickscore", path=str(loose))
+    refused("has model_type .siglip.", "pickscore", path=str(loose))
     (loose / "config.json").unlink()
     refused("missing .*config.json", "pickscore", path=str(loose))
 
@@ -192,7 +197,7 @@ def write_without_storage(name, folder, file, wrap=lambda state: state):
     """A published file at full size that takes no disk: its tensors all show the same zeros."""
     state = {
         key: torch.zeros((), dtype=torch.int64 if key.endswith("ids") else torch.float16).expand(shape)
-        for key, (shape, _) in told(f"manifests/{name}").items()
+        for key, (shape, _) in golden_json(f"manifests/{name}").items()
     }
     torch.save(wrap(state), folder / file)
     return folder / file
@@ -234,4 +239,4 @@ def test_a_bare_safetensors_file_of_a_reward_is_known(tmp_path):
     assert row.status == "missing" and "open_clip_config.json" in row.found
     save_file(tensors("tiny_imagereward"), tmp_path / "y.safetensors")
     (row,) = verify(tmp_path / "y.safetensors")
-    assert row.status == "missing" and "not 1024 and 768 as the published" in row.found
+    assert row.status == "missing" and "the published network 1024 and 768" in row.found

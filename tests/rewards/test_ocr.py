@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from support.seeds import seeded
 
-from g2rpo.rewards.ocr import comparable, similarity, text_asked_for
+from g2rpo.rewards.ocr import normalised, requested_text, similarity
 from g2rpo.rewards.registry import load_reward
 
 CPU = torch.device("cpu")
@@ -42,13 +42,13 @@ def ocr():
     ],
 )
 def test_the_text_asked_for(prompt, metadata, text):
-    assert text_asked_for(prompt, metadata) == text
+    assert requested_text(prompt, metadata) == text
 
 
 def test_case_white_space_and_typography_make_no_difference():
-    assert comparable("  New\n YORK ") == "newyork" == comparable("Ｎｅｗ York")
-    assert comparable("Straße") == comparable("STRASSE")
-    assert comparable("it's") != comparable("its")
+    assert normalised("  New\n YORK ") == "newyork" == normalised("Ｎｅｗ York")
+    assert normalised("Straße") == normalised("STRASSE")
+    assert normalised("it's") != normalised("its")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_is_missing_is_named(monkeypatch):
     absent = ("rapidocr", "onnxruntime")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
     with pytest.raises(
-        ValueError, match="reward 'ocr' needs rapidocr and onnxruntime, not installed here: pip"
+        ValueError, match="reward 'ocr' needs rapidocr and onnxruntime, which is not installed: pip"
     ):
         load_reward("ocr", CPU)
     with pytest.raises(ValueError, match="'ocr' has no option 'exakt'; did you mean 'exact'"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from support.reward_files import FOLDER, PICTURES, pixels, tensors, told
+from support.reward_files import FOLDER, PICTURES, golden_json, pixels, tensors
 
 from g2rpo.rewards import preprocess
 from g2rpo.rewards.preprocess import (
@@ -38,7 +38,7 @@ def the_installed_pillow(monkeypatch):
 
 def golden(picture, model):
     """The original's tensor, and of how many pixels each of its own stands for one."""
-    place = told("preprocess/index")["images"][picture][model].removeprefix("same as ")
+    place = golden_json("preprocess/index")["images"][picture][model].removeprefix("same as ")
     file, key = place.split(": ")
     return tensors(f"preprocess/{file}")[key].float(), 2 if key.endswith("_stride2") else 1
 
@@ -63,7 +63,7 @@ def test_pixels_are_those_of_the_originals(picture):
 def test_no_pixel_of_hps_is_left_out_by_thinning(picture):
     image = pixels(picture)
     sums = framed(image, pad(*image.shape[2:], 224))[0].double().sum((1, 2)).tolist()
-    wanted = told("preprocess/index")["images"][picture]["hps_sums_full_float64_per_channel"]
+    wanted = golden_json("preprocess/index")["images"][picture]["hps_sums_full_float64_per_channel"]
     assert sums == pytest.approx(wanted, abs=0.05)
 
 
@@ -153,11 +153,11 @@ def test_what_is_no_number_stays_none(value):
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.zeros(3, 8, 8), r"\(3, 8, 8\).*\[N, 3, height, width\]"),
+        (torch.zeros(3, 8, 8), r"\[N, 3, height, width\], got shape \(3, 8, 8\)"),
         (torch.zeros(1, 4, 8, 8), "RGB"),
         (torch.zeros(1, 3, 0, 8), "height, width"),
-        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "torch.uint8.*floating-point"),
-        (torch.full((1, 3, 8, 8), 200.0), "from 200 to 200.*0, 1"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "floating-point.*torch.uint8"),
+        (torch.full((1, 3, 8, 8), 200.0), "0, 1.*from 200 to 200"),
         (torch.full((1, 3, 8, 8), -1.0), "from -1 to -1"),
     ],
 )
@@ -208,7 +208,7 @@ def test_shared_pixels_go_with_their_pictures():
     shared = SharedPixels()
     images = torch.zeros(1, 3, 8, 8)
     shared(images, squash(8, 8, 4), CPU, 1)
-    assert shared._made
+    assert shared._pixels
     del images
     gc.collect()
-    assert not shared._made
+    assert not shared._pixels

@@ -73,7 +73,7 @@ def test_at_import(module, way):
 def test_in_the_making_and_in_describe(module, way):
     module(f"{HEAD}class Score:\n    def __init__(self, device):\n        {way}\n")
     place = "leaving.Score.__init__, line 5"
-    with pytest.raises(RewardExited, match=message("leaving:Score", place, WAYS[way], "while being made")):
+    with pytest.raises(RewardExited, match=message("leaving:Score", place, WAYS[way], "while being created")):
         load_reward("leaving:Score", CPU)
 
     class Describing:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from support.reward_servers import Reply, judging
+from support.reward_servers import Reply, serving
 
 import g2rpo
 from g2rpo.rewards.registry import CheckedReward
@@ -119,8 +119,8 @@ def test_a_reward_that_stays_broken_stops_the_run_and_mended_it_goes_on(run, tmp
     options = {"rewards": {"moody:from_the_second_on": 1.0}}
     message = (
         r"iteration 2: 100% of the samples have no reward \(max_invalid_fraction=0.1\): no score from "
-        r"moody:from_the_second_on \(RuntimeError: the scorer is down\) \(mend the reward, the same command "
-        r"goes on\). A checkpoint of iteration 1 is in"
+        r"moody:from_the_second_on \(RuntimeError: the scorer is down\) \(fix the reward, then "
+        r"run the same command to continue\). A checkpoint of iteration 1 is in"
     )
     with pytest.raises(RunStopped, match=message):
         run(**options)
@@ -136,7 +136,7 @@ def test_a_server_that_breaks_down_during_a_run(run, capsys):
         judge.answer = lambda request: Reply("out of memory", status=500)
         return Reply({"scores": [len(text) % 7 for text in request["images"]]})
 
-    with judging(only_once) as judge:
+    with serving(only_once) as judge:
         options = {"urls": [judge.address], "backoff": 0.01, "retries": 1}
         reason = rf"no score from http \(of 7 samples 7 x {judge.address}: HTTP 500\)"
         with pytest.raises(RunStopped, match=f"{reason}.*A checkpoint of iteration 1 is in"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gaussian_policy import GaussianPolicy, explore
+from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from support.reward_files import loading, publish
 
 from g2rpo.algorithms.presets import PRESETS
@@ -180,12 +180,12 @@ def test_networks_share_what_they_preprocess_around_a_reward_that_writes(network
 
 def test_a_network_of_the_users_that_writes_does_not_poison_what_is_shared(networks):
     class Writing(ModelReward):
-        def judge(self, pixels, captions):
+        def score_pixels(self, pixels, captions):
             pixels.zero_()
             return torch.zeros(len(pixels))
 
     inner = networks[0].reward
-    mine = Writing(inner.network, inner.use, inner._frame, inner._size)
+    mine = Writing(inner.network, inner.options, inner._frame, inner._size)
     mine.encode = inner.encode
     given = images()
     expected = networks[0](given, PROMPTS)
@@ -210,12 +210,12 @@ def test_a_rollout_and_its_pictures_are_as_without_the_reward_that_writes():
     def scored(*names):
         rewards = {name: {"brightness": brightness, "writer": in_place}[name] for name in names}
         return rollout.score(
-            policy, explore(policy, plan), rewards, ["0.5", "-0.25"], metadata, keep_pictures=True
+            policy, explore_gaussian(policy, plan), rewards, ["0.5", "-0.25"], metadata, keep_images=True
         )
 
     for quiet, disturbed in zip(scored("brightness"), scored("writer", "brightness"), strict=True):
         assert torch.equal(quiet.rewards[0], disturbed.rewards[1])
-        assert torch.equal(quiet.pictures, disturbed.pictures) and quiet.pictures.any()
+        assert torch.equal(quiet.images, disturbed.images) and quiet.images.any()
 
 
 def test_an_evaluation_is_as_without_the_reward_that_writes():

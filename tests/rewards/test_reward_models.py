@@ -103,7 +103,7 @@ def test_the_scale_and_the_last_products_are_never_rounded(folders):
     assert loaded.scale == pytest.approx(75.94428253173828 / 100, rel=1e-6)
     with torch.no_grad():
         captions = loaded.encode(["a cat"])
-        score = loaded.judge(torch.zeros(1, 3, 56, 56), captions)
+        score = loaded.score_pixels(torch.zeros(1, 3, 56, 56), captions)
     assert captions.dtype == score.dtype == torch.float32
     torch.testing.assert_close(captions.norm(dim=-1), torch.ones(1), atol=1e-6, rtol=0)
     assert {one.dtype for one in load(folders, "imagereward", dtype="float16").network.mlp.parameters()} == {
@@ -126,7 +126,7 @@ def test_input_that_does_not_do(folders, images, reward):
     loaded = load(folders, reward)
     with pytest.raises(ValueError, match="5 images but 1 prompts"):
         loaded(images, ["a"])
-    with pytest.raises(ValueError, match=r"reach from 0.* to 25"):
+    with pytest.raises(ValueError, match=r"values from 0.* to 25"):
         loaded(images * 255, PROMPTS)
 
 
@@ -172,7 +172,7 @@ def test_a_phase_of_several_calls_moves_weights_once(folders, images, monkeypatc
     moved = []
     real = scorer._moved
     monkeypatch.setattr(scorer, "_moved", lambda tensor, device: moved.append(1) or real(tensor, device))
-    once = sum(len(rewards[name].reward._home) for name in options)
+    once = sum(len(rewards[name].reward._cpu_tensors) for name in options)
     for _ in range(2):
         for reward in rewards.values():
             reward(images, PROMPTS)
@@ -208,9 +208,12 @@ def test_pixels_are_shared_between_rewards(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bf16"}, "dtype='bf16'; did you mean 'bfloat16'.*auto or float32 or bfloat16 or float16"),
-        ({"dtype": "int8"}, "dtype='int8'.*it is auto or float32 or"),
-        ({"batch": 0}, "batch=0; it is a whole number of pictures, at least 1"),
+        (
+            {"dtype": "bf16"},
+            "dtype='bf16' must be auto or float32 or bfloat16 or float16; did you mean 'bfloat16'",
+        ),
+        ({"dtype": "int8"}, "dtype='int8' must be auto or float32 or"),
+        ({"batch": 0}, "batch=0 must be an integer >= 1"),
         ({"batch": 1.5}, "batch=1.5"),
         ({"batch": True}, "batch=True"),
         ({"offload": "disk"}, "offload='disk'.*none or cpu"),
@@ -226,7 +229,7 @@ def test_options_are_checked_before_anything_is_read(reward, options, message):
 @pytest.mark.parametrize("heads", [[4], [0, 4], [4, 4, 4], [4.0, 4], "44", 4, [True, 4]])
 @pytest.mark.parametrize("reward", ["hps", "clip", "imagereward"])
 def test_heads_are_two_numbers(reward, heads):
-    with pytest.raises(ValueError, match=r"heads=.*; it is \[vision, text\], two whole numbers"):
+    with pytest.raises(ValueError, match=r"heads=.* must be \[vision, text\], two positive numbers"):
         load_reward(reward, CPU, {"path": "./nowhere", "heads": heads})
 
 
@@ -274,6 +277,6 @@ def test_no_hub(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(
-        ValueError, match=r"'xswu/HPSv2' is neither here nor can the hub give it.*path=FOLDER"
+        ValueError, match=r"'xswu/HPSv2' is neither a local path nor available from the hub.*path=FOLDER"
     ):
         load_reward("hps", CPU)

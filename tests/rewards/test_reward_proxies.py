@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from support.reward_servers import Reply, judging
+from support.reward_servers import Reply, serving
 
 from g2rpo.rewards.registry import load_reward
 from g2rpo.rewards.remote.options import is_loopback
@@ -60,7 +60,7 @@ def proxy(monkeypatch):
 def judge():
     """A server that gives both kinds of reward the score 5."""
     said = {"scores": [5.0, 5.0], "choices": [{"message": {"content": "Alignment Score: 5"}}]}
-    with judging(lambda request: Reply(said)) as judge:
+    with serving(lambda request: Reply(said)) as judge:
         yield judge
 
 

@@ -97,7 +97,7 @@ def test_a_picture_that_is_no_number_has_no_score(name, value):
     asked = [{"include": [{"class": "circle"}]}] * 3
     reward = load_reward(name, torch.device("cpu"))
     assert reward(images, ["a red circle"] * 3, asked).isnan().tolist() == [False, True, False]
-    assert reward.last_error == "1 of 3 pictures hold NaN or infinity"
+    assert reward.last_error == "1 of 3 images hold NaN or infinity"
 
 
 def test_inputs_must_belong_together():
@@ -116,10 +116,10 @@ def test_inputs_must_belong_together():
         ("no_such_module:score", "no module 'no_such_module'.*PYTHONPATH"),
         ("my_rewards:brightnes", "has no 'brightnes'; did you mean 'brightness'"),
         ("my_rewards:number", "is a int; a reward must be callable"),
-        ("my_rewards:", "is not module:attribute"),
+        ("my_rewards:", "must be module:attribute"),
         (
             "collections:deque",
-            "'collections:deque' cannot be made: no signature .*; name a function",
+            "'collections:deque' cannot be created: no signature .*; give a function",
         ),
     ],
 )
@@ -131,8 +131,8 @@ def test_names_that_lead_nowhere(own_rewards, name, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Path", {"folder": "x"}, "'my_rewards:Path' has no option 'folder'; it takes none"),
-        ("Two", {}, "'my_rewards:Two' cannot be made: missing a required argument: 'needed'"),
+        ("Path", {"folder": "x"}, "'my_rewards:Path' has no option 'folder'; it has no options"),
+        ("Two", {}, "'my_rewards:Two' cannot be created: missing a required argument: 'needed'"),
         ("brightness", {"scale": 2}, "is a function, which takes no options"),
     ],
 )

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from support.reward_files import bert_tokenizer, clip_tokenizer, told
+from support.reward_files import bert_tokenizer, clip_tokenizer, golden_json
 
 from g2rpo.rewards.clip.texts import BertTokenizer, ClipTokenizer, openclip_clean
 
-ENTRIES = told("tokenizers")["captions"]
+ENTRIES = golden_json("tokenizers")["captions"]
 TEXTS = [entry["text"] for entry in ENTRIES]
 VOCABULARY = 49408
 
@@ -91,9 +91,9 @@ def test_folders_that_do_not_do(clip, bert, tmp_path):
         ClipTokenizer(bert, 77, VOCABULARY, openclip=True)
     with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer.json or vocab.txt\)"):
         BertTokenizer(clip, 30524)
-    with pytest.raises(ValueError, match="has 49,408 tokens, the network knows 1,000"):
+    with pytest.raises(ValueError, match="has 49,408 tokens, the network 1,000"):
         ClipTokenizer(clip, 77, 1000, openclip=True)
-    with pytest.raises(ValueError, match=r"has 30,524 tokens .* knows 1,200"):
+    with pytest.raises(ValueError, match=r"has 30,524 tokens .* network 1,200"):
         BertTokenizer(bert, 1200)
 
 

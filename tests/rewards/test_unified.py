@@ -15,7 +15,7 @@ from email.utils import format_datetime
 import pytest
 import torch
 from PIL import Image
-from support.reward_servers import DROP, HANG, Judge, Reply, in_turn, judging
+from support.reward_servers import DROP, HANG, Reply, RewardServer, in_turn, serving
 
 from g2rpo.rewards.registry import load_reward
 from g2rpo.rewards.remote.servers import retry_after
@@ -42,7 +42,7 @@ def caption(request):
 
 
 def load(servers, **options):
-    servers = [servers.url] if isinstance(servers, Judge) else servers
+    servers = [servers.url] if isinstance(servers, RewardServer) else servers
     return load_reward("unified", CPU, {"servers": servers, **QUICK, **options})
 
 
@@ -102,7 +102,7 @@ def test_what_is_asked(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     images = torch.tensor([[0.0, 0.2, 1.0], [0.6, 0.4, 0.1]])[:, :, None, None].expand(2, 3, 4, 6).clone()
     images[:, 0, 0, 5] = 0.5
-    with judging(lambda request: rated(4)) as judge:
+    with serving(lambda request: rated(4)) as judge:
         reward = load(judge, api_key_env="JUDGE_KEY", max_tokens=77)
         assert reward(images, ["a {prompt} and a {x}", "b"]).tolist() == [4, 4]
         told = reward.describe()
@@ -110,7 +110,7 @@ def test_what_is_asked(monkeypatch):
         jpeg = load(judge, image_format="jpeg")
         jpeg(images[:1], ["b"])
     assert judge.headers[0]["Authorization"] == "Bearer secret" and "Authorization" not in judge.headers[2]
-    first, second, third = sorted(judge.asked[:2], key=caption) + judge.asked[2:]
+    first, second, third = sorted(judge.requests[:2], key=caption) + judge.requests[2:]
     assert first["model"] == "judge" and first["temperature"] == 0 and first["max_tokens"] == 77
     assert caption(first) == "a {prompt} and a {x}" and caption(second) == "b"
     for request, image in ((first, images[0]), (second, images[1])):
@@ -129,15 +129,15 @@ def test_answers_out_of_order_belong_to_their_pictures_and_few_are_in_flight():
         number = float(caption(request))
         return Reply(rated(number).body, seconds=0.1 - number / 50)
 
-    with judging(slow_first) as judge:
+    with serving(slow_first) as judge:
         reward = load(judge, concurrency=3)
         numbers = [1.0, 4.5, 2.0, 3.25, 1.5, 5.0, 2.75]
         assert ask(reward, *map(str, numbers)) == numbers
-    assert judge.most == 3 and len(judge.asked) == 7
+    assert judge.most == 3 and len(judge.requests) == 7
 
 
 def test_the_score_is_an_axis_or_the_mean():
-    with judging(lambda request: rated(4.5, 3, 1.5)) as judge:
+    with serving(lambda request: rated(4.5, 3, 1.5)) as judge:
         assert ask(load(judge), "a") == [4.5]
         assert ask(load(judge, combine="Style"), "a") == [1.5]
         assert ask(load(judge, combine="mean"), "a") == [3]
@@ -159,13 +159,15 @@ BAD = {
 
 
 def test_what_cannot_be_read_is_no_number_and_spoils_nothing_else(caplog):
-    with judging(lambda request: BAD.get(caption(request)) or rated(2.5)) as judge:
+    with serving(lambda request: BAD.get(caption(request)) or rated(2.5)) as judge:
         reward = load(judge)
         for _ in range(2):
             scores = ask(reward, "good", *BAD, "good too")
             assert scores[0] == scores[-1] == 2.5
             assert all(math.isnan(score) for score in scores[1:-1])
-        assert len(judge.asked) == 2 * (len(BAD) + 2)  # an answer that cannot be read is not asked for again
+        assert len(judge.requests) == 2 * (
+            len(BAD) + 2
+        )  # an answer that cannot be read is not asked for again
         assert reward.last_error.startswith(
             "of 12 samples 3 x the answer is no chat completion with text, 3 x"
         )
@@ -182,30 +184,30 @@ def test_what_cannot_be_read_is_no_number_and_spoils_nothing_else(caplog):
 
 @pytest.mark.parametrize("first", [Reply(status=429), Reply(status=500), Reply(status=503), DROP])
 def test_what_may_pass_is_asked_again(first):
-    with judging(in_turn(first, first, rated(3))) as judge:
+    with serving(in_turn(first, first, rated(3))) as judge:
         assert ask(load(judge), "a") == [3]
-    assert len(judge.asked) == 3
+    assert len(judge.requests) == 3
     pauses = [after - before for before, after in zip(judge.times, judge.times[1:], strict=False)]
     assert pauses[0] >= 0.01 and pauses[1] >= 0.02  # half of backoff, then doubled
 
 
 def test_pauses_double():
-    with judging(in_turn(*[Reply(status=500)] * 3, rated(3))) as judge:
+    with serving(in_turn(*[Reply(status=500)] * 3, rated(3))) as judge:
         assert ask(load(judge, backoff=0.05), "a") == [3]
     # Between half of it and all: 0.05, 0.1, 0.2 s. One that did not double would be over in 0.05.
     assert judge.times[3] - judge.times[2] >= 0.1 and judge.times[2] - judge.times[1] >= 0.05
 
 
 def test_the_servers_own_pause_is_kept_by_all():
-    with judging(in_turn(Reply(status=429, headers={"Retry-After": "0.4"}), rated(3))) as judge:
+    with serving(in_turn(Reply(status=429, headers={"Retry-After": "0.4"}), rated(3))) as judge:
         assert ask(load(judge, concurrency=2), "a", "b", "c") == [3, 3, 3]
     # One of the first two is on its way already; the third waits as the refused one does.
-    assert len(judge.asked) == 4 and min(judge.times[2:]) - judge.times[0] >= 0.4
-    with judging(lambda request: Reply(status=429, headers={"Retry-After": "3600"})) as judge:
+    assert len(judge.requests) == 4 and min(judge.times[2:]) - judge.times[0] >= 0.4
+    with serving(lambda request: Reply(status=429, headers={"Retry-After": "3600"})) as judge:
         began = time.monotonic()
         reward = load(judge)
         assert math.isnan(ask(reward, "a")[0]) and time.monotonic() - began < 2
-    assert "asks for a pause of more than 60 s" in reward.last_error
+    assert "requests a pause of more than 60 s" in reward.last_error
 
 
 def test_retry_after_is_seconds_or_a_date():
@@ -218,19 +220,19 @@ def test_retry_after_is_seconds_or_a_date():
 
 @pytest.mark.parametrize(("status", "requests"), [(400, 1), (401, 1), (404, 1), (500, 3), (429, 3)])
 def test_what_stays_wrong_is_no_number(status, requests):
-    with judging(lambda request: Reply("what was wrong", status=status)) as judge:
+    with serving(lambda request: Reply("what was wrong", status=status)) as judge:
         reward = load(judge, retries=2)
         assert math.isnan(ask(reward, "a")[0])
-        assert len(judge.asked) == requests
+        assert len(judge.requests) == requests
         assert f"1 x {judge.url}: HTTP {status}" in reward.last_error
         judge.answer = in_turn(Reply(status=500), rated(2))
         assert ask(reward, "b") == [2]  # a server that speaks is not down
 
 
 def test_a_server_that_hangs():
-    with judging(in_turn(HANG, rated(3))) as judge:
+    with serving(in_turn(HANG, rated(3))) as judge:
         assert ask(load(judge, timeout=0.2), "a") == [3]
-    with judging(lambda request: HANG if caption(request) == "bad" else rated(4)) as judge:
+    with serving(lambda request: HANG if caption(request) == "bad" else rated(4)) as judge:
         began = time.monotonic()
         reward = load(judge, timeout=0.2, retries=1)
         scores = ask(reward, "a", "bad", "b")
@@ -239,16 +241,16 @@ def test_a_server_that_hangs():
 
 
 def test_several_servers_share_the_work_and_stand_in_for_each_other():
-    with judging(lambda request: rated(3)) as one, judging(lambda request: rated(4)) as other:
+    with serving(lambda request: rated(3)) as one, serving(lambda request: rated(4)) as other:
         assert sorted(ask(load([one.url, other.url + "/"]), *"abcdef")) == [3, 3, 3, 4, 4, 4]
         for bad in (PORT_OF_NOBODY, None):
-            with judging(lambda request: Reply(status=500)) as failing:
+            with serving(lambda request: Reply(status=500)) as failing:
                 reward = load([bad or failing.url, one.url], check=False, retries=1)
                 assert ask(reward, *"abcdef") == [3] * 6 and reward.last_error is None
 
 
 def test_a_server_that_dies_between_calls_and_comes_back(caplog):
-    judge = Judge(lambda request: rated(3))
+    judge = RewardServer(lambda request: rated(3))
     reward = load(judge, retries=2, concurrency=1, backoff=0.1)
     assert ask(reward, "a") == [3]
     judge.close()
@@ -258,7 +260,7 @@ def test_a_server_that_dies_between_calls_and_comes_back(caplog):
     assert 0.15 < time.monotonic() - began < 1.0
     assert "of 10 samples 10 x" in reward.last_error and "ConnectError" in reward.last_error
     assert len(caplog.records) == 1
-    with judging(lambda request: rated(2), port=judge.port) as again:
+    with serving(lambda request: rated(2), port=judge.port) as again:
         assert ask(reward, *"ab") == [2, 2]
         again.answer = in_turn(Reply(status=500), Reply(status=500), rated(2))
         assert ask(reward, "a") == [2]  # patient again
@@ -268,7 +270,7 @@ def test_a_callers_running_loop_is_not_in_the_way():
     async def notebook():
         return ask(reward, "a", "b")
 
-    with judging(lambda request: rated(3)) as judge:
+    with serving(lambda request: rated(3)) as judge:
         reward = load(judge)
         assert asyncio.run(notebook()) == [3, 3]
 
@@ -280,7 +282,7 @@ def test_ctrl_c_ends_the_waiting():
     before = signal.signal(signal.SIGUSR1, interrupt)
     threads = threading.active_count()
     try:
-        with judging(lambda request: HANG) as judge:
+        with serving(lambda request: HANG) as judge:
             reward = load(judge, timeout=60)
             timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
@@ -305,7 +307,7 @@ def test_ctrl_c_ends_the_waiting():
         ({"servers": []}, r"needs servers, .* servers = \[\"http://localhost:8000/v1\"\].*docs/rewards.md"),
         ({"servers": "localhost:8000"}, "'localhost:8000', which is no http address"),
         ({"servers": ["http://a:x/v1"]}, "no http address"),
-        ({"servers": ["http://me:secret@a/v1"]}, "carries a password.*api_key_env"),
+        ({"servers": ["http://me:secret@a/v1"]}, "contains a password.*api_key_env"),
         ({"servers": ["http://a/v1", "http://a/v1/"]}, "more than once"),
         ({"model": ""}, "model='' must name the model"),
         ({"axes": []}, "axes=.* must be a list"),
@@ -313,9 +315,9 @@ def test_ctrl_c_ends_the_waiting():
         ({"axes": ["Allignment"]}, "no axis 'Allignment'; did you mean 'Alignment'.*prompt_file"),
         ({"combine": "median"}, "neither 'mean' nor one of the axes Alignment, Coherence, Style"),
         ({"image_format": "webp"}, "'png' or 'jpeg'"),
-        ({"max_tokens": 0}, "max_tokens=0 must be a whole number, at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer, at least 1"),
         ({"timeout": "60"}, "timeout='60' must be a number of seconds above 0"),
-        ({"concurrency": 2.5}, "concurrency=2.5 must be a whole number"),
+        ({"concurrency": 2.5}, "concurrency=2.5 must be an integer"),
         ({"retries": -1}, "retries=-1"),
         ({"backoff": math.inf}, "backoff=inf"),
         ({"api_key_env": "NO_SUCH_KEY"}, "environment variable is not set; export NO_SUCH_KEY"),
@@ -329,37 +331,37 @@ def test_options_that_cannot_be_meant(options, message):
 
 
 def test_a_server_is_looked_for_before_the_run():
-    with judging(lambda request: rated(3)) as judge:
+    with serving(lambda request: rated(3)) as judge:
         with pytest.raises(ValueError, match=f"no server at {PORT_OF_NOBODY} .*vllm serve judge --port 9"):
             load([judge.url, PORT_OF_NOBODY])
         with pytest.raises(ValueError, match="serves judge, not model='jugde'; did you mean 'judge'"):
             load(judge, model="jugde")
         judge.get = Reply(status=404)
-        with pytest.raises(ValueError, match=r"HTTP 404 and lists no models.*ends in /v1"):
+        with pytest.raises(ValueError, match=r"HTTP 404 and no list of models.*ends in /v1"):
             load(judge)
         judge.get = Reply(status=401)
-        with pytest.raises(ValueError, match=r"asks for a key \(HTTP 401.*api_key_env"):
+        with pytest.raises(ValueError, match=r"requires a key \(HTTP 401.*api_key_env"):
             load(judge)
-        assert not judge.asked
+        assert not judge.requests
 
 
 def test_a_prompt_of_ones_own(tmp_path):
     file = tmp_path / "ask.txt"
     file.write_text('Rate {"json"} [{prompt}]\n')
-    with judging(lambda request: chat("Beauty Score: 4")) as judge:
+    with serving(lambda request: chat("Beauty Score: 4")) as judge:
         reward = load(judge, prompt_file=str(file), axes=["Beauty"])
         assert ask(reward, "a cat") == [4]
-        assert judge.asked[0]["messages"][0]["content"][1]["text"] == 'Rate {"json"} [a cat]\n'
+        assert judge.requests[0]["messages"][0]["content"][1]["text"] == 'Rate {"json"} [a cat]\n'
         before = reward.describe()
         file.write_text("Rate [{prompt}]")
         after = load(judge, prompt_file=str(file), axes=["Beauty"]).describe()
         assert before != after and before.split("sha256")[0] == after.split("sha256")[0]
         file.write_text("Rate it")
-        with pytest.raises(ValueError, match=r"has no \{prompt\}"):
+        with pytest.raises(ValueError, match=r"must contain \{prompt\}"):
             load(judge, prompt_file=str(file), axes=["Beauty"])
 
 
 def test_nothing_is_said_of_a_picture_by_default(caplog):
-    with caplog.at_level(logging.WARNING), judging(lambda request: rated(3)) as judge:
+    with caplog.at_level(logging.WARNING), serving(lambda request: rated(3)) as judge:
         ask(load(judge), "a", "b")
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""A whole G2RPO rollout against the public project's (golden file h)."""
+"""A complete G2RPO rollout against the public project's (golden file h)."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from support.golden_files import assert_close, cases, tensor
 
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import Conditioning
-from g2rpo.rollouts.explore import Anchor, CountedPolicy, grow, walk_anchor
+from g2rpo.rollouts.explore import Anchor, CountedPolicy, run_branches, walk_anchor
 from g2rpo.rollouts.rules import Singular
 
 SHAPE = (4, 8)
@@ -60,8 +60,12 @@ def test_whole_rollout(case):
             for n in range(len(steps))
         ]
     )[:, None]
-    samples = grow(forwards, plan, levels, rounded, noise, ((0, 0, 0),), diffusion="flow", eta=case["eta"])
-    exact = grow(forwards, plan, levels, anchor, noise, ((0, 0, 0),), diffusion="flow", eta=case["eta"])
+    samples = run_branches(
+        forwards, plan, levels, rounded, noise, ((0, 0, 0),), diffusion="flow", eta=case["eta"]
+    )
+    exact = run_branches(
+        forwards, plan, levels, anchor, noise, ((0, 0, 0),), diffusion="flow", eta=case["eta"]
+    )
     for branch in case["branches"]:
         g, n = branch["generation"], steps.index(branch["sde_index"])
         expected = tensor(branch["next_latents"], torch.float32, SHAPE)
@@ -70,8 +74,8 @@ def test_whole_rollout(case):
         assert_close(samples.log_prob[n, 0, g], torch.tensor(branch["log_prob"]))
         for j, stride in enumerate(strides):
             image = tensor(branch["final_x0"][str(stride)], torch.float32, SHAPE)
-            assert_close(samples.latents[samples.images[n][j], 0, g], image, 2e-5)
-            assert_close(exact.latents[exact.images[n][j], 0, g], image, 0.02)
+            assert_close(samples.latents[samples.image_of_tail[n][j], 0, g], image, 2e-5)
+            assert_close(exact.latents[exact.image_of_tail[n][j], 0, g], image, 0.02)
 
 
 @pytest.mark.parametrize("case", cases("h_g2rpo_rollout"), ids=lambda c: f"seed{c['seed']}")

@@ -56,15 +56,15 @@ def test_strides_with_the_same_tail_share_an_image():
     stride=st.integers(0, 5),
     order=st.sampled_from(["progressive", "decay", "random"]),
     roll_back=st.booleans(),
-    train_step=st.integers(0, 2000),
+    iteration=st.integers(0, 2000),
     seed=st.integers(0, 2**40),
 )
-def test_windows_never_shrink(num_steps, width, hold, stride, order, roll_back, train_step, seed):
-    plan = Window(width, hold, stride, order, roll_back).plan(num_steps, seed, train_step)
+def test_windows_never_shrink(num_steps, width, hold, stride, order, roll_back, iteration, seed):
+    plan = Window(width, hold, stride, order, roll_back).plan(num_steps, seed, iteration)
     (branch,) = plan.branches
     assert len(branch.noise_steps) == width
     assert branch.noise_steps[0] >= 0 and branch.noise_steps[-1] < num_steps - 2
-    assert plan == Window(width, hold, stride, order, roll_back).plan(num_steps, seed, train_step)
+    assert plan == Window(width, hold, stride, order, roll_back).plan(num_steps, seed, iteration)
 
 
 def test_window_moves_and_wraps():
@@ -90,24 +90,24 @@ def test_windows_stay_in_their_span(data, num_steps, seed):
         order=data.draw(st.sampled_from(["progressive", "decay", "random"])),
         span=(first, end),
     )
-    for train_step in range(4):
-        steps = rule.plan(num_steps, seed, train_step).noise_steps
+    for iteration in range(4):
+        steps = rule.plan(num_steps, seed, iteration).noise_steps
         assert len(steps) == rule.width and first <= steps[0] and steps[-1] < end
 
 
 def test_the_fast_window_is_drawn_evenly_over_its_range():
     # T = 10, window 2 in steps 1..5: starts 1, 2, 3, 4, also at the first iteration
     rule = flow_grpo(num_steps=10, window=2, window_range=[1, 6]).plan
-    counts = Counter(rule.plan(10, 0, train_step).noise_steps[0] for train_step in range(2000))
+    counts = Counter(rule.plan(10, 0, iteration).noise_steps[0] for iteration in range(2000))
     assert sorted(counts) == [1, 2, 3, 4]
     # chi squared with 3 degrees of freedom: above 16.3 once in a thousand
     assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 16.3
     assert {rule.plan(10, seed, 0).noise_steps[0] for seed in range(60)} == {1, 2, 3, 4}
     # a start does not follow from the one before
-    starts = [rule.plan(10, 0, train_step).noise_steps[0] for train_step in range(200)]
+    starts = [rule.plan(10, 0, iteration).noise_steps[0] for iteration in range(200)]
     assert len(set(pairwise(starts))) == 16
     slow = Window(width=2, hold=2, span=(1, 6))  # the ordered ways keep to the span too, and wrap
-    moved = [slow.plan(10, 0, train_step).noise_steps[0] for train_step in range(14)]
+    moved = [slow.plan(10, 0, iteration).noise_steps[0] for iteration in range(14)]
     assert moved == [1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4, 1, 1]
     # held for 4 iterations, falling by 3/4 a step: 4, 3, 2, 1, 1
     falling = Window(width=2, hold=4, order="decay", span=(1, 5))
@@ -117,7 +117,7 @@ def test_the_fast_window_is_drawn_evenly_over_its_range():
 def test_every_rank_draws_the_same_window(monkeypatch):
     def starts():
         rule = flow_grpo(num_steps=16, window=2).plan
-        return [rule.plan(16, 5, train_step).noise_steps[0] for train_step in range(40)]
+        return [rule.plan(16, 5, iteration).noise_steps[0] for iteration in range(40)]
 
     first = starts()
     for number in (1, 2):  # neither the rank nor a global generator has a say
@@ -134,15 +134,15 @@ def test_forwards_of_the_fast_window():
 
 
 @settings(deadline=None)
-@given(num_steps=st.integers(6, 40), ratio=st.floats(0.05, 1), train_step=st.integers(0, 700))
-def test_flash_ends_at_the_image(num_steps, ratio, train_step):
-    plan = Window(width=3, hold=5, flash=ratio).plan(num_steps, 0, train_step)
+@given(num_steps=st.integers(6, 40), ratio=st.floats(0.05, 1), iteration=st.integers(0, 700))
+def test_flash_ends_at_the_image(num_steps, ratio, iteration):
+    plan = Window(width=3, hold=5, flash=ratio).plan(num_steps, 0, iteration)
     levels = plan.levels(shifted_sigmas(num_steps))
     (positions,) = plan.branches[0].tails
     walked = levels[list(positions)]
     assert walked[-1] == 0
     assert (walked[1:] < walked[:-1]).all()
-    assert plan.nfe(4)["tails"] <= Window(width=3, hold=5).plan(num_steps, 0, train_step).nfe(4)["tails"] + 4
+    assert plan.nfe(4)["tails"] <= Window(width=3, hold=5).plan(num_steps, 0, iteration).nfe(4)["tails"] + 4
 
 
 def test_train_fraction_counts_steps():
@@ -154,8 +154,8 @@ def test_train_fraction_counts_steps():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_plan_depends_on_seed_and_train_step_alone(name):
     algorithm = PRESETS[name]()
-    for train_step in (0, 1, 77):
-        plans = {PRESETS[name]().plan.plan(algorithm.num_steps, 5, train_step) for _ in range(2)}
+    for iteration in (0, 1, 77):
+        plans = {PRESETS[name]().plan.plan(algorithm.num_steps, 5, iteration) for _ in range(2)}
         assert len(plans) == 1
 
 
@@ -163,20 +163,20 @@ def test_a_plan_depends_on_seed_and_train_step_alone(name):
     ("make", "message"),
     [
         (lambda: Singular((15,)).plan(16, 0, 0), r"0\.\.14"),
-        (lambda: Singular((1, 1)), "twice"),
-        (lambda: Singular(granularities=(2, 2)), "twice"),
+        (lambda: Singular((1, 1)), "train_steps must not repeat an entry"),
+        (lambda: Singular(granularities=(2, 2)), "granularities must not repeat an entry"),
         (lambda: Singular(()), "at least one"),
         (lambda: Singular((1,), (0,)).plan(16, 0, 0), "granularity >= 1"),
         (lambda: Window(width=4).plan(5, 0, 0), "num_steps >= 6"),
-        (lambda: Window(width=2, span=(3, 8)).plan(8, 0, 0), "ends at 7 or earlier"),
+        (lambda: Window(width=2, span=(3, 8)).plan(8, 0, 0), r"must lie in \[0, 7\]"),
         (lambda: Window(order="backwards"), "random"),
         (lambda: Window(stride=-1), "stride >= 0"),
         (lambda: EveryStep(0.0), r"\(0, 1\]"),
         (lambda: EveryStep().plan(1, 0, 0), "num_steps >= 2"),
         (lambda: Plan(4, (Branch((0, 2), ((3, 4),)),)), "consecutive"),
-        (lambda: Plan(4, (Branch((0,), ((2, 4),)),)), "rises from 1"),
-        (lambda: Plan(4, (Branch((0,), ((1, 3),)),)), "level is 0"),
-        (lambda: Plan(4, (Branch((0,), ((1, 4),)), Branch((0,), ((1, 4),)))), "same step"),
+        (lambda: Plan(4, (Branch((0,), ((2, 4),)),)), "must rise from 1"),
+        (lambda: Plan(4, (Branch((0,), ((1, 3),)),)), "noise level 0"),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)), Branch((0,), ((1, 4),)))), "one branch only"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),), extra_sigmas=(0.1,)), "end at 0"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),), solver="heun"), "dpm2m"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),)).levels(torch.ones(4)), "4 steps"),

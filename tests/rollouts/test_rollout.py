@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gaussian_policy import GaussianPolicy, explore, sde_moments
+from support.gaussian_policy import GaussianPolicy, explore_gaussian, sde_moments
 from support.naive import naive_ode, naive_walk
 
 from g2rpo.algorithms.presets import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import diffusion
-from g2rpo.rollouts.explore import sample
+from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.plan import SOLVERS, Branch, Plan
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 from g2rpo.runtime.random import keyed_noise
@@ -67,7 +67,7 @@ def test_counted_forwards_equal_the_plan(plan, num_prompts, group_size, batch, f
     policy = GaussianPolicy()
     policy.forwards_per_sample = forwards_per_sample
     prompts = [str(p / 4) for p in range(num_prompts)]
-    samples = explore(policy, plan, prompts, group_size=group_size, rollout_batch=batch)
+    samples = explore_gaussian(policy, plan, prompts, group_size=group_size, rollout_batch=batch)
     stated = plan.nfe(group_size, forwards_per_sample)
     assert samples.nfe == {part: num_prompts * stated[part] for part in ("anchor", "sde", "tails", "total")}
     assert policy.rows * forwards_per_sample == samples.nfe["total"]
@@ -79,7 +79,9 @@ def test_counted_forwards_equal_the_plan(plan, num_prompts, group_size, batch, f
 @given(plan=plans(), kind=st.sampled_from(["flow", "dance"]), batch=st.integers(1, 30))
 def test_equals_one_by_one(plan, kind, batch):
     policy, prompts, group_size, eta = GaussianPolicy(), ("0.5", "-0.25"), 2, 0.6
-    samples = explore(policy, plan, prompts, group_size=group_size, kind=kind, eta=eta, rollout_batch=batch)
+    samples = explore_gaussian(
+        policy, plan, prompts, group_size=group_size, kind=kind, eta=eta, rollout_batch=batch
+    )
     sigmas = shifted_sigmas(plan.num_steps)
     close = {"rtol": 1e-5, "atol": 1e-5}
     for p, prompt in enumerate(prompts):
@@ -91,7 +93,7 @@ def test_equals_one_by_one(plan, kind, batch):
                         policy, plan, sigmas, prompt, samples.keys[p], branch, positions, member, kind, eta
                     )
                     torch.testing.assert_close(
-                        samples.latents[samples.images[b][j], p, member], walk.image, **close
+                        samples.latents[samples.image_of_tail[b][j], p, member], walk.image, **close
                     )
                     for n in range(len(branch.noise_steps)):
                         x = samples.x[first + n, p]
@@ -114,15 +116,15 @@ def test_equals_one_by_one(plan, kind, batch):
 def test_batches_and_neighbours_change_rounding_only(name):
     algorithm = PRESETS[name]()
     plan = algorithm.plan.plan(algorithm.num_steps, 0, 30)
-    both = explore(GaussianPolicy(), plan, rollout_batch=7)
-    alone = explore(GaussianPolicy(), plan, ("-0.25",), prompt_indices=[11], rollout_batch=1000)
+    both = explore_gaussian(GaussianPolicy(), plan, rollout_batch=7)
+    alone = explore_gaussian(GaussianPolicy(), plan, ("-0.25",), prompt_indices=[11], rollout_batch=1000)
     for field in ("x", "x_next", "log_prob", "latents"):
         torch.testing.assert_close(getattr(both, field)[:, 1:], getattr(alone, field), rtol=1e-5, atol=1e-5)
-    larger = explore(GaussianPolicy(), plan, group_size=5)
+    larger = explore_gaussian(GaussianPolicy(), plan, group_size=5)
     torch.testing.assert_close(larger.x_next[:, :, :3], both.x_next, rtol=1e-5, atol=1e-5)
-    again = explore(GaussianPolicy(), plan, rollout_batch=7)
+    again = explore_gaussian(GaussianPolicy(), plan, rollout_batch=7)
     assert torch.equal(again.latents, both.latents)
-    other = explore(GaussianPolicy(), plan, iteration=4)
+    other = explore_gaussian(GaussianPolicy(), plan, iteration=4)
     assert not torch.isclose(other.x_next, both.x_next).any(-1).all()
 
 
@@ -141,7 +143,7 @@ def test_members_have_the_moments_of_the_gaussian_answer(name):
     algorithm, train_step = METHODS[name]
     plan = algorithm.plan.plan(algorithm.num_steps, 0, train_step)
     group_size, policy = 4000, GaussianPolicy(latent_shape=(2, 3))
-    samples = explore(
+    samples = explore_gaussian(
         policy,
         plan,
         ("0.5",),
@@ -166,7 +168,7 @@ def test_members_have_the_moments_of_the_gaussian_answer(name):
                 ]
             )
             mean, var = sde_moments(sigmas[way], noise, 0.5, policy.spread, start=(start, 0.0))
-            images = samples.latents[samples.images[b][j], 0].double()
+            images = samples.latents[samples.image_of_tail[b][j], 0].double()
             # six dimensions, up to nine images: within five standard errors
             assert ((images.mean(0) - mean).abs() < 5 * math.sqrt(var / group_size)).all()
             assert ((images.var(0) / var - 1).abs() < 5 * math.sqrt(2 / group_size)).all()
@@ -182,7 +184,9 @@ def test_without_noise_every_image_is_the_ode_endpoint(name):
     rule = algorithm.plan
     if isinstance(rule, Singular):
         rule = Singular((0, 200), (1, 2), rule.tail_rule)
-    samples = explore(policy, rule.plan(num_steps, 0, 0), ("0.5",), kind=algorithm.diffusion, eta=0.0)
+    samples = explore_gaussian(
+        policy, rule.plan(num_steps, 0, 0), ("0.5",), kind=algorithm.diffusion, eta=0.0
+    )
     exact = 0.5 + policy.spread * keyed_noise(policy.latent_shape, 7, 3, 10, "start")
     assert (samples.latents - exact).abs().max() < 0.02
     if samples.anchor_latents is not None:
@@ -192,9 +196,9 @@ def test_without_noise_every_image_is_the_ode_endpoint(name):
 def test_errors():
     policy, plan = GaussianPolicy(), EveryStep().plan(4, 0, 0)
     with pytest.raises(ValueError, match="rollout_batch must be >= 1"):
-        explore(policy, plan, rollout_batch=0)
+        explore_gaussian(policy, plan, rollout_batch=0)
     with pytest.raises(ValueError, match="2 rows of conditioning for 1 prompts"):
-        explore(policy, plan, prompt_indices=[1])
+        explore_gaussian(policy, plan, prompt_indices=[1])
 
 
 @pytest.mark.gpu
@@ -213,11 +217,11 @@ def test_the_loop_never_waits_for_the_device():
     for plan in (Singular().plan(16, 0, 0), EveryStep().plan(16, 0, 0), Window(flash=0.4).plan(16, 0, 0)):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            samples = sample(policy, plan, sigmas, cond, prompt_indices=[10, 11], **options)
+            samples = explore(policy, plan, sigmas, cond, prompt_indices=[10, 11], **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         on_cpu = GaussianPolicy(latent_shape=(16, 8))
-        same = sample(on_cpu, plan, sigmas, cond.to("cpu"), prompt_indices=[10, 11], **options)
+        same = explore(on_cpu, plan, sigmas, cond.to("cpu"), prompt_indices=[10, 11], **options)
         for field in ("x", "x_next", "log_prob", "latents"):
             torch.testing.assert_close(
                 getattr(samples, field).cpu(), getattr(same, field), rtol=1e-4, atol=1e-4

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gaussian_policy import GaussianPolicy, explore
+from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from torch import Tensor
 
 from g2rpo.algorithms.presets import PRESETS
@@ -27,17 +27,15 @@ def distance(images: Tensor, prompts: list[str], metadata=None) -> Tensor:
 REWARDS = {"brightness": brightness, "distance": distance}
 
 
-def judged(name_or_plan, policy=None, rewards=REWARDS, **options) -> list[Rollout]:
+def scored(name_or_plan, policy=None, rewards=REWARDS, **options) -> list[Rollout]:
     policy = policy or GaussianPolicy()
-    scoring = {
-        key: options.pop(key) for key in ("metadata", "decode_batch", "keep_pictures") if key in options
-    }
+    scoring = {key: options.pop(key) for key in ("metadata", "decode_batch", "keep_images") if key in options}
     kind, eta = options.get("kind", "flow"), options.get("eta", 0.7)
     plan = name_or_plan
     if isinstance(plan, str):
         algorithm = PRESETS[name_or_plan]()
         plan, kind, eta = algorithm.plan.plan(algorithm.num_steps, 0, 0), algorithm.diffusion, algorithm.eta
-    samples = explore(policy, plan, **(options | {"kind": kind, "eta": eta}))
+    samples = explore_gaussian(policy, plan, **(options | {"kind": kind, "eta": eta}))
     return score(policy, samples, rewards, ["0.5", "-0.25"], **scoring)
 
 
@@ -52,18 +50,20 @@ SHAPES = {  # K, states per step, K of the rewards, J
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_layout_for_every_method(name):
-    num_noisy, states, judged_steps, num_tails = SHAPES[name]
+    num_noise_steps, states, scored_steps, num_tails = SHAPES[name]
     policy = GaussianPolicy()
-    for p, rollout in enumerate(judged(name, policy)):
-        assert rollout.x.shape == (num_noisy, states, *policy.latent_shape)
-        assert rollout.x_next.shape == (num_noisy, 3, *policy.latent_shape)
-        assert rollout.log_prob.shape == rollout.train_mask.shape == rollout.valid.shape == (num_noisy, 3)
-        assert rollout.step.shape == (num_noisy, 1) and rollout.step.dtype == torch.int64
-        assert rollout.rewards.shape == (2, judged_steps, num_tails, 3)
+    for p, rollout in enumerate(scored(name, policy)):
+        assert rollout.x.shape == (num_noise_steps, states, *policy.latent_shape)
+        assert rollout.x_next.shape == (num_noise_steps, 3, *policy.latent_shape)
+        assert (
+            rollout.log_prob.shape == rollout.train_mask.shape == rollout.valid.shape == (num_noise_steps, 3)
+        )
+        assert rollout.step.shape == (num_noise_steps, 1) and rollout.step.dtype == torch.int64
+        assert rollout.rewards.shape == (2, scored_steps, num_tails, 3)
         assert rollout.rewards.dtype == rollout.x.dtype == rollout.x_next.dtype == torch.float32
-        assert rollout.valid.all() and rollout.prompt == 10 + p
+        assert rollout.valid.all() and rollout.prompt_index == 10 + p
         assert (rollout.anchor_rewards is not None) == name.startswith("g2rpo")
-        assert group_advantages(rollout.rewards, valid=rollout.valid).shape == (num_noisy, 3)
+        assert group_advantages(rollout.rewards, valid=rollout.valid).shape == (num_noise_steps, 3)
         plan = PRESETS[name]().plan.plan(PRESETS[name]().num_steps, 0, 0)
         assert rollout.nfe == {part: n for part, n in plan.nfe(3).items() if part != "update"}
 
@@ -73,9 +73,9 @@ def test_first_update_has_ratio_one_and_the_group_shares_a_forward(name):
     algorithm = PRESETS[name]()
     policy = GaussianPolicy()
     sigmas = shifted_sigmas(algorithm.num_steps)
-    rollout = judged(name, policy)[0]
+    rollout = scored(name, policy)[0]
     advantages = group_advantages(rollout.rewards, valid=rollout.valid)
-    num_noisy, group_size = rollout.log_prob.shape
+    num_noise_steps, group_size = rollout.log_prob.shape
     results = []
     for states in {rollout.x.shape[1], group_size}:  # as stored, and a forward per member
         x = rollout.x.expand(-1, states, -1, -1).flatten(0, 1)
@@ -83,7 +83,7 @@ def test_first_update_has_ratio_one_and_the_group_shares_a_forward(name):
         velocity = policy.velocity(x, sigmas[step], policy.encode(["0.5"] * len(x)))
 
         def per_member(rows: Tensor, states: int = states) -> Tensor:
-            rows = rows.unflatten(0, (num_noisy, states))
+            rows = rows.unflatten(0, (num_noise_steps, states))
             return rows.expand(-1, group_size, *rows.shape[2:]).flatten(0, 1)
 
         steps = rollout.step.expand(-1, group_size).flatten()
@@ -108,8 +108,8 @@ def test_tails_that_agree_share_image_and_score():
         return brightness(images, prompts)
 
     plan = Singular((5, 6), (1, 2, 3), "paper").plan(8, 0, 0)  # from 6: 6, 7, 8; from 7: 7, 8
-    rollouts = judged(plan, rewards={"b": counting})
-    assert rollouts[0].images == ((0, 0, 0), (1, 1, 1))
+    rollouts = scored(plan, rewards={"b": counting})
+    assert rollouts[0].image_of_tail == ((0, 0, 0), (1, 1, 1))
     assert sum(calls) == 2 * (2 * 3 + 1)  # prompts * (distinct images * members + the anchor's)
     assert (rollouts[0].rewards == rollouts[0].rewards[:, :, :1]).all()
 
@@ -127,30 +127,30 @@ def test_rewards_see_eight_bits_prompts_and_metadata(decode_batch):
         return distance(images, prompts)
 
     metadata = [{"mean": 0.5}, {"mean": -0.25}]
-    rollouts = judged(
-        "g2rpo", rewards={"spy": spy}, metadata=metadata, decode_batch=decode_batch, keep_pictures=True
+    rollouts = scored(
+        "g2rpo", rewards={"spy": spy}, metadata=metadata, decode_batch=decode_batch, keep_images=True
     )
     assert len(seen) == 2 * (24 * 3 + 1)
     for rollout, prompt in zip(rollouts, ("0.5", "-0.25"), strict=True):
         # the scores belong to the pictures that were kept
-        for b, row in enumerate(rollout.images):
+        for b, row in enumerate(rollout.image_of_tail):
             for j, image in enumerate(row):
-                scores = distance(rollout.pictures[image].float() / 255, [prompt] * 3)
+                scores = distance(rollout.images[image].float() / 255, [prompt] * 3)
                 torch.testing.assert_close(rollout.rewards[0, b, j], scores, rtol=0, atol=1e-6)
-        anchor = distance(rollout.anchor_picture[None].float() / 255, [prompt])
+        anchor = distance(rollout.anchor_image[None].float() / 255, [prompt])
         torch.testing.assert_close(rollout.anchor_rewards, anchor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "mix_grpo"])
 def test_a_missing_score_makes_a_member_invalid(name):
-    plain = judged(name)[0].rewards[0]
+    plain = scored(name)[0].rewards[0]
     threshold = plain.max()
 
     def choosy(images, prompts, metadata=None):
         scores = brightness(images, prompts)
         return scores.masked_fill(scores >= threshold, torch.nan)
 
-    rollout = judged(name, rewards={"distance": distance, "choosy": choosy})[0]
+    rollout = scored(name, rewards={"distance": distance, "choosy": choosy})[0]
     missing = rollout.rewards[1].isnan()
     assert missing.any() and torch.equal(missing, plain >= threshold)
     assert torch.equal(rollout.valid, ~missing.any(1).expand(rollout.valid.shape))
@@ -168,12 +168,12 @@ def test_a_policy_that_breaks_down_is_invalid_not_scored():
         assert images.isfinite().all()
         return brightness(images, prompts)
 
-    good, bad = judged("g2rpo", Breaking(), rewards={"strict": strict})
+    good, bad = scored("g2rpo", Breaking(), rewards={"strict": strict})
     assert good.valid.all() and good.rewards.isfinite().all()
     assert not bad.valid.any() and bad.rewards.isnan().all()
-    assert good.drawn.all() and not bad.drawn.any()
-    told = why_invalid([good, bad], ["strict"])
-    assert told.startswith("50% of all were drawn") and "strict" not in told
+    assert good.policy_finite.all() and not bad.policy_finite.any()
+    reason = why_invalid([good, bad], ["strict"])
+    assert reason.startswith("50% of all samples have states or images with NaN") and "strict" not in reason
 
 
 @pytest.mark.parametrize("no_score", [torch.nan, torch.inf])
@@ -182,11 +182,11 @@ def test_a_reward_without_scores_is_told_from_a_broken_picture(name, no_score):
     def silent(images, prompts, metadata=None):
         return torch.full((len(images),), no_score)
 
-    rollouts = judged(name, rewards={"distance": distance, "silent": silent})
-    assert all(rollout.drawn.all() and not rollout.valid.any() for rollout in rollouts)
+    rollouts = scored(name, rewards={"distance": distance, "silent": silent})
+    assert all(rollout.policy_finite.all() and not rollout.valid.any() for rollout in rollouts)
     assert invalid_share(rollouts) == 1
-    told = why_invalid(rollouts, ["distance", "silent"])
-    assert told == "no score from silent (mend the reward, the same command goes on)"
+    reason = why_invalid(rollouts, ["distance", "silent"])
+    assert reason == "no score from silent (fix the reward, then run the same command to continue)"
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
@@ -217,21 +217,21 @@ def test_each_member_trains_its_own_share_of_the_steps():
     assert torch.equal(mask[:, :5], train_mask(plan, 5, 7, 3, 10))
     assert not torch.equal(mask, train_mask(plan, 12, 7, 4, 10))
     assert train_mask(EveryStep().plan(16, 0, 0), 12, 7, 3, 10).all()
-    assert torch.equal(judged("dance_grpo")[0].train_mask, train_mask(plan, 3, 7, 3, 10))
+    assert torch.equal(scored("dance_grpo")[0].train_mask, train_mask(plan, 3, 7, 3, 10))
 
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_every_step_rule_walks_a_path(kind):
-    rollout = judged(EveryStep().plan(6, 0, 0), kind=kind, eta=0.5)[0]
+    rollout = scored(EveryStep().plan(6, 0, 0), kind=kind, eta=0.5)[0]
     assert rollout.valid.all() and rollout.log_prob.isfinite().all()
 
 
 def test_errors():
     policy = GaussianPolicy()
-    samples = explore(policy, EveryStep().plan(4, 0, 0))
+    samples = explore_gaussian(policy, EveryStep().plan(4, 0, 0))
     with pytest.raises(ValueError, match="2 groups"):
         score(policy, samples, REWARDS, ["0.5"])
-    with pytest.raises(ValueError, match="at least one reward"):
+    with pytest.raises(ValueError, match="no rewards given"):
         score(policy, samples, {}, ["0.5", "0.5"])
-    with pytest.raises(ValueError, match="'short' gave"):
+    with pytest.raises(ValueError, match="'short' returned scores of shape"):
         score(policy, samples, {"short": lambda images, prompts, metadata: torch.zeros(1)}, ["0.5", "0.5"])

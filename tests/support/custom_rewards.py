@@ -1,4 +1,4 @@
-"""Rewards as a user would write them, named `custom_rewards:NAME` in settings."""
+"""Rewards as users write them, addressed as `custom_rewards:NAME` in settings."""
 
 import torch
 
@@ -8,7 +8,7 @@ def brightness(images, prompts, metadata=None):
 
 
 def some_missing(images, prompts, metadata=None):
-    """No score for the brighter half of the pictures."""
+    """No score for the brighter half of the images."""
     value = images.mean((1, 2, 3))
     return value.masked_fill(value > value.median(), torch.nan)
 

@@ -1,4 +1,4 @@
-"""A policy whose answers are known: image data N(mean, spread^2 I), exact velocity.
+"""A policy whose velocity is known exactly: image data N(mean, spread^2 I), the exact velocity.
 
 x_sigma ~ N((1 - sigma) mean, var) with var = (1 - sigma)^2 spread^2 + sigma^2, so
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import Conditioning
-from g2rpo.rollouts.explore import Samples, sample
+from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.plan import Plan
 
 
 class GaussianPolicy:
-    """Counts its own evaluations: `rows` samples in `calls` calls."""
+    """Counts its evaluations: `rows` is the number of samples, `calls` has the batch size of each call."""
 
     forwards_per_sample = 1
 
@@ -51,7 +51,7 @@ class GaussianPolicy:
         return gain * gaussian_velocity(x, sigma[:, None, None], cond.pooled[:, :, None], self.spread)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """[N, L, C] -> [N, 3, L, 1] around 1/2: channel c is the picture's colour c."""
+        """[N, L, C] -> [N, 3, L, 1] around 1/2: channel c is colour c of the image."""
         return (latents[..., :3].transpose(1, 2)[..., None] / 8 + 0.5).clamp(0, 1)
 
 
@@ -79,7 +79,7 @@ def sde_moments(
     return m, var
 
 
-def explore(
+def explore_gaussian(
     policy: GaussianPolicy,
     plan: Plan,
     prompts: Sequence[str] = ("0.5", "-0.25"),
@@ -88,10 +88,10 @@ def explore(
     kind: str = "flow",
     eta: float = 0.7,
     **options: Any,
-) -> Samples:
-    """`sample` with small defaults; the prompts are numbers 10, 11, ... of their stream."""
+) -> Exploration:
+    """Calls `rollouts.explore.explore` with small defaults; the prompt indices are 10, 11, ..."""
     keys = {"seed": 7, "iteration": 3, "prompt_indices": range(10, 10 + len(prompts))}
-    return sample(
+    return explore(
         policy,
         plan,
         shifted_sigmas(plan.num_steps),

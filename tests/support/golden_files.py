@@ -20,7 +20,7 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 
 def tensor(entry: Any, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A {"shape", "data"} entry, or a flat list with the shape given."""
+    """Reads a {"shape", "data"} entry, or a flat list with the given shape."""
     if isinstance(entry, dict):
         entry, shape = entry["data"], tuple(entry["shape"])
     values = torch.tensor([float(value) for value in entry], dtype=torch.float64).to(dtype)
@@ -28,7 +28,7 @@ def tensor(entry: Any, dtype: torch.dtype, shape: tuple[int, ...] | None = None)
 
 
 def assert_close(given: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """|given - expected| <= tolerance (1 + |expected|), the default by dtype."""
+    """Asserts |given - expected| <= tolerance (1 + |expected|); the default depends on the dtype."""
     assert given.shape == expected.shape, f"{given.shape} against {expected.shape}"
     tolerance = TOLERANCES[expected.dtype] if tolerance is None else tolerance
     both_nan = given.isnan() & expected.isnan()

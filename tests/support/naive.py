@@ -1,4 +1,4 @@
-"""A slow rollout: one sample at a time, nothing shared, every formula written out once more."""
+"""A slow reference rollout: one sample at a time, no shared computation, every formula written out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from g2rpo.runtime.random import keyed_noise
 
 @dataclass
 class Walk:
-    """One member's way along one branch and one tail."""
+    """One member's path along one branch and one tail."""
 
     image: Tensor
     x: list[Tensor] = field(default_factory=list)
@@ -36,7 +36,7 @@ def naive_walk(
     kind: str,
     eta: float,
 ) -> Walk:
-    """From the initial noise through the anchor's steps, the noisy steps and the tail to the image."""
+    """Computes the path from the initial noise through anchor, noise steps and tail to the image."""
     levels = [*sigmas.tolist(), *plan.extra_sigmas]
     cond = policy.encode([prompt])
     x = keyed_noise(policy.latent_shape, *key, "start")[None]
@@ -62,7 +62,7 @@ def naive_walk(
         elif plan.solver == "dpm2m" and position > branch.noise_steps[-1] and s_next > 0 and previous:
             h = math.log((1 - s_next) / s_next) - math.log((1 - s) / s)
             x0_before, s_before = previous
-            # where the step before started at pure noise its log-SNR is -inf, and the correction 0
+            # if the previous step started at pure noise, its log-SNR is -inf and the correction 0
             r = (
                 math.inf
                 if s_before == 1
@@ -79,7 +79,7 @@ def naive_walk(
 
 
 def naive_ode(policy: Policy, sigmas: Tensor, prompt: str, key: tuple[int, int, int]) -> Tensor:
-    """The anchor's image [L, C]: every step, no noise."""
+    """Computes the anchor's clean latents [L, C] by the ODE over all steps."""
     cond = policy.encode([prompt])
     x = keyed_noise(policy.latent_shape, *key, "start")[None]
     for s, s_next in pairwise(sigmas.tolist()):

@@ -1,4 +1,4 @@
-"""tests/golden_rewards/: pictures, tiny models in their published forms, what the originals make of them."""
+"""Files of tests/golden_rewards/: images, tiny networks in published layouts, results of the originals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MODELS = {
     "pickscore": "tiny_hf_clip",
     "imagereward": "tiny_imagereward",
 }
-"""Reward -> the tiny model in its layout."""
+"""Reward -> the tiny network in its layout."""
 
 
 @cache
-def told(name: str) -> Any:
-    """A JSON file, by its name without the ending."""
+def golden_json(name: str) -> Any:
+    """Reads a JSON file by its name without suffix."""
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
@@ -37,23 +37,25 @@ def tensors(name: str) -> dict[str, Tensor]:
 
 @cache
 def pixels(name: str) -> Tensor:
-    """[1, 3, H, W] in [0, 1] of a picture."""
+    """Reads an image as [1, 3, H, W] in [0, 1], float32."""
     array = np.asarray(Image.open(FOLDER / "images" / f"{name}.png").convert("RGB"))
     return torch.from_numpy(array.copy()).permute(2, 0, 1)[None].float() / 255
 
 
 def golden_ids(reward: str) -> Any:
-    """A tokenizer that knows the tiny models' six captions, whose vocabularies are cut."""
+    """A tokenizer for the six golden captions, with the token ids of the reduced vocabularies."""
     io = tensors(MODELS[reward] + "_io")
-    rows = dict(zip(told(MODELS[reward])["captions"], io.get("token_ids", io.get("input_ids")), strict=True))
+    rows = dict(
+        zip(golden_json(MODELS[reward])["captions"], io.get("token_ids", io.get("input_ids")), strict=True)
+    )
     return lambda prompts: torch.stack([rows[prompt] for prompt in prompts])
 
 
 def publish(reward: str, folder: Path, tokenizer: bool = True) -> Path:
-    """The tiny model of a reward, under the names and in the form in which the real one is published."""
+    """Writes the tiny network of a reward with the file names and layout of the published one."""
     name = MODELS[reward]
     folder.mkdir(parents=True, exist_ok=True)
-    config = told(name)["config"]
+    config = golden_json(name)["config"]
     if reward == "hps":
         torch.save({"state_dict": tensors(name)}, folder / "HPS_v2.1_compressed.pt")
         (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
@@ -76,14 +78,14 @@ def publish(reward: str, folder: Path, tokenizer: bool = True) -> Path:
 
 
 def loading(reward: str) -> dict[str, Any]:
-    """Options that the tiny model needs beside its path: heads that no file tells."""
+    """Options of the tiny network besides its path: the heads, which its files do not give."""
     return {"heads": [4, 4]} if reward == "imagereward" else {}
 
 
 def clip_tokenizer(folder: Path, size: int = 49408) -> Path:
-    """CLIP's tokenizer files: the real ids of what the golden captions need, or `size` bytes-only tokens."""
+    """Writes CLIP's tokenizer files: the real ids of the golden captions, or `size` byte tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = told("vocabularies")["clip"]
+    known = golden_json("vocabularies")["clip"]
     vocabulary, merges = dict(known["vocab"]), known["merges"]
     if size != 49408:
         single = [token for token, index in vocabulary.items() if index < 512]
@@ -96,10 +98,10 @@ def clip_tokenizer(folder: Path, size: int = 49408) -> Path:
 
 
 def bert_tokenizer(folder: Path, size: int = 30522, known: dict[str, int] | None = None) -> Path:
-    """vocab.txt of `size` lines: the real ids of what the golden captions need, fillers between them."""
+    """Writes vocab.txt with `size` lines: the real ids of the golden captions, with fillers between them."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"[unused{n}]" for n in range(size)]
-    for token, index in (known or told("vocabularies")["bert"]).items():
+    for token, index in (known or golden_json("vocabularies")["bert"]).items():
         lines[index] = token
     (folder / "vocab.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
     return folder

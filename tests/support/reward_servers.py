@@ -1,4 +1,4 @@
-"""A server on this machine that answers, or fails to, as a test tells it."""
+"""A local HTTP server whose answers and failures are set by a test."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ HANG, DROP = "hang", "drop"
 
 @dataclass
 class Reply:
-    """body: text, or what becomes JSON. seconds: before it is sent."""
+    """An answer: its body (text, or an object that is sent as JSON), sent after `seconds`."""
 
     body: object = ""
     status: int = 200
@@ -20,20 +20,21 @@ class Reply:
     seconds: float = 0.0
 
 
-class Judge:
-    """answer(request) -> Reply, HANG or DROP, for each POST; `models` answers GET.
+class RewardServer:
+    """Answers each POST by `answer(request) -> Reply, HANG or DROP`, and GET by the list of `models`.
 
     Attributes:
-        asked: the JSON of all POSTs, in the order in which they came. times, headers: of each.
-        most: the largest number of POSTs that were in flight at once.
+        requests: the JSON of all POSTs, in the order of arrival.
+        times, headers: arrival time and headers of each POST.
+        most: maximum number of concurrent POSTs.
     """
 
     def __init__(self, answer, models=("judge",), port=0):
-        self.answer, self.asked, self.times, self.headers = answer, [], [], []
+        self.answer, self.requests, self.times, self.headers = answer, [], [], []
         self.most = self._now = 0
         self.get = Reply({"data": [{"id": name} for name in models]})
         self._lock, self._end = threading.Lock(), threading.Event()
-        judge = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -42,34 +43,34 @@ class Judge:
                 pass
 
             def do_GET(self):
-                self.reply(judge.get)
+                self.reply(server.get)
 
             def do_POST(self):
                 content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with judge._lock:
-                    judge._now += 1
-                    judge.most = max(judge.most, judge._now)
-                    judge.asked.append(content)
-                    judge.times.append(time.monotonic())
-                    judge.headers.append(dict(self.headers))
+                with server._lock:
+                    server._now += 1
+                    server.most = max(server.most, server._now)
+                    server.requests.append(content)
+                    server.times.append(time.monotonic())
+                    server.headers.append(dict(self.headers))
                 try:
-                    said = judge.answer(content)
-                    if said == HANG:
-                        judge._end.wait(20)
-                    elif said == DROP:
+                    reply = server.answer(content)
+                    if reply == HANG:
+                        server._end.wait(20)
+                    elif reply == DROP:
                         self.close_connection = True
                     else:
-                        time.sleep(said.seconds)
+                        time.sleep(reply.seconds)
                 finally:
-                    with judge._lock:
-                        judge._now -= 1
-                if isinstance(said, Reply):
-                    self.reply(said)
+                    with server._lock:
+                        server._now -= 1
+                if isinstance(reply, Reply):
+                    self.reply(reply)
 
-            def reply(self, said):
-                body = (said.body if isinstance(said.body, str) else json.dumps(said.body)).encode()
-                self.send_response(said.status)
-                for name, value in ({"Content-Length": str(len(body))} | said.headers).items():
+            def reply(self, reply):
+                body = (reply.body if isinstance(reply.body, str) else json.dumps(reply.body)).encode()
+                self.send_response(reply.status)
+                for name, value in ({"Content-Length": str(len(body))} | reply.headers).items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
@@ -79,7 +80,7 @@ class Judge:
             request_queue_size = 64
 
             def handle_error(self, request, client_address):
-                pass  # a client that hung up
+                pass  # the client closed the connection
 
         self._server = Server(("127.0.0.1", port), Handler)
         self.port = self._server.server_port
@@ -94,16 +95,16 @@ class Judge:
 
 
 @contextmanager
-def judging(answer, **options):
-    judge = Judge(answer, **options)
+def serving(answer, **options):
+    server = RewardServer(answer, **options)
     try:
-        yield judge
+        yield server
     finally:
-        judge.close()
+        server.close()
 
 
 def in_turn(*replies):
-    """The replies one after the other, then the last for ever."""
+    """Returns an `answer` that gives the replies in order and then repeats the last one."""
     left = list(replies)
     lock = threading.Lock()
 

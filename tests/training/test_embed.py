@@ -282,5 +282,5 @@ def test_rows_of_a_csv(tmp_path):
     with pytest.raises(ValueError, match="line 2: unexpected end"):
         read_prompts(path)
     path.write_text("id,prompt\n1\n")  # a record without its prompt is no empty line
-    with pytest.raises(ValueError, match="line 2: a prompt is text"):
+    with pytest.raises(ValueError, match="line 2: a prompt must be a string"):
         read_prompts(path)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.gaussian_policy import GaussianPolicy, explore
+from support.gaussian_policy import GaussianPolicy, explore_gaussian
 
 from g2rpo.algorithms.presets import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
@@ -24,7 +24,7 @@ def brightness(images, prompts, metadata=None):
 
 
 def rollouts_of(algorithm, policy, rewards=None):
-    samples = explore(
+    samples = explore_gaussian(
         policy, algorithm.plan.plan(algorithm.num_steps, 0, 0), kind=algorithm.diffusion, eta=algorithm.eta
     )
     return score(policy, samples, rewards or {"brightness": brightness}, PROMPTS)

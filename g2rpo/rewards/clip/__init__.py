@@ -1,1 +1,1 @@
-"""Rewards that compare an image with its prompt: CLIP, HPS-v2.1, PickScore and ImageReward."""
+"""Rewards whose networks compare an image with its prompt: CLIP score, HPS-v2.1, PickScore, ImageReward."""

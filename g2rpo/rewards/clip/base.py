@@ -1,4 +1,4 @@
-"""What HPS, CLIP score and PickScore share: the cosine similarity of picture and caption, times a scale."""
+"""Base of HPS, CLIP score and PickScore: the cosine similarity of image and caption, times a scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from g2rpo.rewards.clip.texts import CLIP_TOKENIZER, TOKENIZER_FILES, ClipTokenizer, has_tokenizer
-from g2rpo.rewards.model_reward import ModelReward, Use
+from g2rpo.rewards.model_reward import ModelReward, ScoringOptions
 from g2rpo.rewards.preprocess import FrameRule
 from g2rpo.rewards.published import locate
 
@@ -18,34 +18,60 @@ Tokenize = Callable[[list[str]], Tensor]
 
 
 class ClipReward(ModelReward):
-    """scale * cosine; features are normalised and multiplied in float32."""
+    """Scores scale * cosine; features are normalised and multiplied in float32."""
 
     def __init__(
-        self, network: nn.Module, tokenizer: Tokenize, use: Use, frame: FrameRule, scale: float = 1.0
+        self,
+        network: nn.Module,
+        tokenizer: Tokenize,
+        options: ScoringOptions,
+        frame: FrameRule,
+        scale: float = 1.0,
     ) -> None:
-        """Args: a CLIPModel with weights; prompts -> ids [N, context]; how pictures are framed; the scale."""
+        """Prepares a CLIPModel for scoring.
+
+        Args:
+            network: a CLIPModel with its weights, on the CPU.
+            tokenizer: maps prompts to token ids [N, context], int64.
+            options: device, batch, dtype and offload.
+            frame: gives the square that the network sees of an image.
+            scale: factor of the cosine.
+        """
         config: Any = network.config
-        super().__init__(network, use, frame, config.vision_config.image_size)
+        super().__init__(network, options, frame, config.vision_config.image_size)
         self.tokenizer, self.scale = tokenizer, scale
 
     def encode(self, prompts: list[str]) -> Tensor:
+        """Returns the normalised text features [N, C], float32."""
         ids = self.tokenizer(prompts).to(self.device)
-        # Without a mask: attention is causal, and the first end token is pooled, so padding has no part.
+        # No mask is needed: attention is causal and the first end token is pooled, so padding has no effect.
         features = self.network.get_text_features(input_ids=ids).pooler_output
         return F.normalize(features.float(), dim=-1)
 
-    def judge(self, pixels: Tensor, captions: Tensor) -> Tensor:
+    def score_pixels(self, pixels: Tensor, captions: Tensor) -> Tensor:
+        """Returns scale * cosine of image and text features, [N], float32."""
         features = self.network.get_image_features(pixel_values=pixels.to(self.dtype)).pooler_output
         return self.scale * (F.normalize(features.float(), dim=-1) * captions).sum(-1)
 
 
 def clip_tokenizer(
-    given: str | None, place: Path, network: nn.Module, *, openclip: bool, what: str
+    path: str | None, weights: Path, network: nn.Module, *, openclip: bool, what: str
 ) -> ClipTokenizer:
-    """The tokenizer at `given`; by default the one beside the weights, else CLIP's on the hub."""
-    folder = place if place.is_dir() else place.parent
-    beside = has_tokenizer(folder, ("tokenizer.json",), ("vocab.json", "merges.txt"))
-    if given is not None or not beside:
-        folder = locate(given or CLIP_TOKENIZER, TOKENIZER_FILES, f"{what}, its tokenizer")
-    text: Any = network.config.text_config  # type: ignore[union-attr]
-    return ClipTokenizer(folder, text.max_position_embeddings, text.vocab_size, openclip=openclip)
+    """Loads the tokenizer of a CLIP network.
+
+    Args:
+        path: hub name or folder; None = the tokenizer beside the weights, else CLIP's from the hub.
+        weights: the weight file or its folder.
+        network: the CLIPModel, which gives the context length and the vocabulary size.
+        openclip: whether to tokenize as OpenCLIP does, see `ClipTokenizer`.
+        what: the reward, for messages.
+
+    Raises:
+        ValueError: there is no tokenizer, or it does not fit the network.
+    """
+    folder = weights if weights.is_dir() else weights.parent
+    exists = has_tokenizer(folder, ("tokenizer.json",), ("vocab.json", "merges.txt"))
+    if path is not None or not exists:
+        folder = locate(path or CLIP_TOKENIZER, TOKENIZER_FILES, f"{what}, its tokenizer")
+    config: Any = network.config.text_config  # type: ignore[union-attr]
+    return ClipTokenizer(folder, config.max_position_embeddings, config.vocab_size, openclip=openclip)

@@ -1,6 +1,7 @@
 """CLIP score: cosine similarity under DFN5B's ViT-H-14 (quick GELU), at 224 or 378 pixels.
 
-Numbers of the paper's column: 0.388 for FLUX.1-dev. Pictures are squashed to a square, whatever their shape.
+The scores are in the units of the paper's tables: 0.388 for FLUX.1-dev. Images are resized to a square,
+whatever their aspect ratio.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from g2rpo.rewards.clip.networks import (
     checked_heads,
     clip_network,
 )
-from g2rpo.rewards.model_reward import AUTO, Use
+from g2rpo.rewards.model_reward import AUTO, ScoringOptions
 from g2rpo.rewards.preprocess import squash
 from g2rpo.rewards.published import locate
 
@@ -35,16 +36,19 @@ def load(
     offload: str = "none",
     heads: Sequence[int] | None = None,
 ) -> ClipReward:
-    """Args:
-        path: hub name, folder or weight file, in transformers' layout (config.json beside it) or OpenCLIP's;
-            apple/DFN5B-CLIP-ViT-H-14-378 looks at 378 pixels.
-        tokenizer, batch, dtype, offload, heads: as of `hps.load`.
+    """Loads the CLIP score.
+
+    Args:
+        device: where the network computes.
+        path: hub name, folder or weight file, in transformers' layout (with config.json beside it) or
+            OpenCLIP's; apple/DFN5B-CLIP-ViT-H-14-378 uses 378 pixels.
+        tokenizer, batch, dtype, offload, heads: see `hps.load`.
 
     Raises:
-        ValueError: an option, a file or a tokenizer that does not fit.
+        ValueError: an option, a file or a tokenizer does not fit.
     """
-    use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
-    place = locate(path, HUB_FILES, "the clip reward")
-    network = clip_network(place, FILES, quick_gelu=True, heads=heads)
-    words = clip_tokenizer(tokenizer, place, network, openclip=True, what="the clip reward")
-    return ClipReward(network, words, use, squash)
+    options, heads = ScoringOptions(device, batch, dtype, offload), checked_heads(heads)
+    weights = locate(path, HUB_FILES, "the clip reward")
+    network = clip_network(weights, FILES, quick_gelu=True, heads=heads)
+    tokenize = clip_tokenizer(tokenizer, weights, network, openclip=True, what="the clip reward")
+    return ClipReward(network, tokenize, options, squash)

@@ -1,6 +1,7 @@
 """HPS-v2.1: cosine similarity under OpenCLIP's ViT-H-14 (erf GELU), tuned on human preferences.
 
-Numbers of the paper's column: 0.305 for FLUX.1-dev. Pictures are shrunk until they fit, on black.
+The scores are in the units of the paper's tables: 0.305 for FLUX.1-dev. Images are resized to fit and padded
+with black.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from g2rpo.rewards.clip.base import ClipReward, clip_tokenizer
 from g2rpo.rewards.clip.networks import OPENCLIP_CONFIG, OPENCLIP_FILES, checked_heads, clip_network
-from g2rpo.rewards.model_reward import AUTO, Use
+from g2rpo.rewards.model_reward import AUTO, ScoringOptions
 from g2rpo.rewards.preprocess import pad
 from g2rpo.rewards.published import locate
 
@@ -28,17 +29,20 @@ def load(
     offload: str = "none",
     heads: Sequence[int] | None = None,
 ) -> ClipReward:
-    """Args:
-        path: hub name, folder, or the file: HPS_v2.1_compressed.pt or another in OpenCLIP's layout.
-        tokenizer: hub name or folder of CLIP's; None: beside the weights, else the hub's.
-        batch, dtype, offload: as in `Use`.
-        heads: (vision, text) attention heads of another network than ViT-H-14.
+    """Loads HPS-v2.1.
+
+    Args:
+        device: where the network computes.
+        path: hub name, folder or weight file: HPS_v2.1_compressed.pt or another in OpenCLIP's layout.
+        tokenizer: hub name or folder of CLIP's tokenizer; None = beside the weights, else from the hub.
+        batch, dtype, offload: see `ScoringOptions`.
+        heads: (vision, text) attention heads of a network other than ViT-H-14.
 
     Raises:
-        ValueError: an option, a file or a tokenizer that does not fit.
+        ValueError: an option, a file or a tokenizer does not fit.
     """
-    use, heads = Use(device, batch, dtype, offload), checked_heads(heads)
-    place = locate(path, (FILES[0], OPENCLIP_CONFIG), "the hps reward")
-    network = clip_network(place, FILES, quick_gelu=False, heads=heads)
-    words = clip_tokenizer(tokenizer, place, network, openclip=True, what="the hps reward")
-    return ClipReward(network, words, use, pad)
+    options, heads = ScoringOptions(device, batch, dtype, offload), checked_heads(heads)
+    weights = locate(path, (FILES[0], OPENCLIP_CONFIG), "the hps reward")
+    network = clip_network(weights, FILES, quick_gelu=False, heads=heads)
+    tokenize = clip_tokenizer(tokenizer, weights, network, openclip=True, what="the hps reward")
+    return ClipReward(network, tokenize, options, pad)

@@ -1,7 +1,7 @@
-"""Where each parameter of our networks lies in a published file: OpenCLIP's, transformers', ImageReward's.
+"""Layouts of published weight files: how OpenCLIP, transformers and ImageReward store our parameters.
 
-A layout is a function from our key to the stored one. Reading that way, a misfit is told in the file's own
-keys, and the same comparison serves loading and `g2rpo doctor --verify`.
+A layout is a function from our key to the stored one. In this direction, mismatches are reported by the keys
+of the file, and one comparison serves both loading and `g2rpo doctor --verify`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter in a file.
+    """How a file stores one of our parameters.
 
     Attributes:
-        key: in the file.
-        part: which third of the stored rows it is (q, k, v in one tensor); None: all of it.
-        transposed: stored as [in, out].
+        key: key in the file.
+        part: index of the third of the stored rows that holds it (q, k, v in one tensor); None = all rows.
+        transposed: whether it is stored as [in, out].
     """
 
     key: str
@@ -31,13 +31,13 @@ class Stored:
     transposed: bool = False
 
     def shape(self, ours: Shape) -> Shape:
-        """What the file must hold for a parameter of shape `ours`."""
+        """Returns the shape that the file must have for a parameter of shape `ours`."""
         if self.part is not None:
             return (3 * ours[0], *ours[1:])
         return ours[::-1] if self.transposed else ours
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Our parameter from the stored tensor."""
+        """Extracts our parameter from the stored tensor."""
         if self.part is not None:
             return tensor.chunk(3)[self.part]
         return tensor.T.contiguous() if self.transposed else tensor
@@ -45,7 +45,7 @@ class Stored:
 
 Layout = Callable[[str], Stored]
 
-# A transformers CLIPModel's names to OpenCLIP's, applied in this order.
+# From the names of transformers' CLIPModel to OpenCLIP's, applied in this order.
 _OPENCLIP = (
     (r"^visual_projection\.weight$", "visual.proj"),
     (r"^text_projection\.weight$", "text_projection"),
@@ -66,7 +66,7 @@ _OPENCLIP = (
     (r"mlp\.fc2\.", "mlp.c_proj."),
 )
 
-# ImageReward's network of ours (`vision` and `text` of transformers, `mlp`) to the released names.
+# From the names of our ImageRewardNetwork to the released ones, applied in this order.
 _IMAGEREWARD = (
     (r"^mlp\.", "mlp.layers."),
     (r"^text\.", "blip.text_encoder."),
@@ -83,7 +83,7 @@ _IMAGEREWARD = (
 
 
 def openclip(key: str) -> Stored:
-    """OpenCLIP's: q, k, v in one, projections transposed."""
+    """OpenCLIP's layout: q, k and v in one tensor, projections transposed."""
     letter = re.search(r"self_attn\.([qkv])_proj\.", key)
     return Stored(
         _renamed(key, _OPENCLIP),
@@ -93,12 +93,12 @@ def openclip(key: str) -> Stored:
 
 
 def transformers(key: str) -> Stored:
-    """That of transformers' CLIPModel: ours."""
+    """The layout of transformers' CLIPModel, which is ours."""
     return Stored(key)
 
 
 def imagereward(key: str) -> Stored:
-    """The released ImageReward's, `blip.` and `mlp.`."""
+    """The layout of the released ImageReward, with the prefixes `blip.` and `mlp.`."""
     return Stored(_renamed(key, _IMAGEREWARD))
 
 
@@ -108,50 +108,61 @@ def _renamed(key: str, rules: Iterable[tuple[str, str]]) -> str:
     return key
 
 
-def unused(key: str) -> bool:
-    """Keys that files may hold and no reward uses: counting numbers, heads of BLIP's training."""
+def is_unused(key: str) -> bool:
+    """Whether a file may hold this key although no reward uses it: position ids, BLIP's training heads."""
     return key.endswith(".position_ids") or key.startswith(("blip.vision_proj.", "blip.text_proj."))
 
 
 def stored_shapes(network: nn.Module, layout: Layout) -> dict[str, Shape]:
-    """Key in the file -> shape, of everything that `network` needs."""
+    """Returns the shape of every stored key that `network` needs."""
     return {
         (stored := layout(key)).key: stored.shape(tuple(value.shape))
         for key, value in network.state_dict().items()
     }
 
 
-def misfits(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """Kind of problem -> what has it; a file that fits gives none."""
+def mismatches(stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Compares the shapes of a file with the expected ones.
+
+    Returns:
+        Kind of problem -> the keys that have it; empty if the file matches.
+    """
     kinds = {
-        "missing keys": sorted(wanted.keys() - found.keys()),
-        "unknown keys": sorted(key for key in found.keys() - wanted.keys() if not unused(key)),
+        "missing keys": sorted(expected.keys() - stored.keys()),
+        "unknown keys": sorted(key for key in stored.keys() - expected.keys() if not is_unused(key)),
         "shapes that do not fit": [
-            f"{key} {tuple(found[key])}, not {shape}"
-            for key, shape in wanted.items()
-            if key in found and tuple(found[key]) != shape
+            f"{key} {tuple(stored[key])}, not {shape}"
+            for key, shape in expected.items()
+            if key in stored and tuple(stored[key]) != shape
         ],
     }
     return {kind: items for kind, items in kinds.items() if items}
 
 
 def first_few(items: list[str]) -> str:
+    """Joins the first three items for a message."""
     return ", ".join(items[:3]) + (", …" if len(items) > 3 else "")
 
 
-def fill(network: nn.Module, state: Mapping[str, Tensor], layout: Layout, where: object) -> None:
-    """Puts a file's tensors into a network made on the meta device, without copying those stored as ours.
+def assign_weights(network: nn.Module, state: Mapping[str, Tensor], layout: Layout, file: object) -> None:
+    """Assigns a file's tensors to a network on the meta device; tensors stored as ours are not copied.
+
+    Args:
+        network: the network on the meta device, changed in place.
+        state: the tensors of the file.
+        layout: how the file stores our parameters.
+        file: the file, for messages.
 
     Raises:
-        ValueError: keys are missing, unknown or of another shape; it names the first few.
+        ValueError: keys are missing, unknown or of another shape; the message names the first few.
     """
-    found = {key: tuple(value.shape) for key, value in state.items()}
-    if problems := misfits(found, stored_shapes(network, layout)):
-        told = "; ".join(f"{len(items)} {kind}: {first_few(items)}" for kind, items in problems.items())
-        raise ValueError(f"{where} is of another network than its configuration says, or damaged: {told}")
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    if problems := mismatches(shapes, stored_shapes(network, layout)):
+        details = "; ".join(f"{len(items)} {kind}: {first_few(items)}" for kind, items in problems.items())
+        raise ValueError(f"{file} does not match the network of its configuration, or is damaged: {details}")
     ours = {key: (stored := layout(key)).read(state[stored.key]) for key in network.state_dict()}
     network.load_state_dict(ours, assign=True)
     for module in network.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name == "position_ids" and buffer.is_meta:  # counting numbers, in no file that counts
+            if name == "position_ids" and buffer.is_meta:  # positions 0, 1, 2, ..., which are not in the file
                 setattr(module, name, torch.arange(buffer.shape[-1]).expand(buffer.shape))

@@ -1,4 +1,4 @@
-"""The networks of the four reward models, in transformers' classes, from published files or at random."""
+"""The networks of the four reward models in transformers' classes, and how files are loaded into them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from g2rpo.models.loading.files import read_json
 from g2rpo.rewards.clip import layouts
 from g2rpo.rewards.preprocess import MEAN, STD
-from g2rpo.rewards.published import read_state, weights_at
+from g2rpo.rewards.published import read_state, weight_file
 
 OPENCLIP_CONFIG = "open_clip_config.json"
 OPENCLIP_FILES = (
@@ -28,67 +28,83 @@ VIT_H_14: dict[str, Any] = {
     "vision_cfg": {"image_size": 224, "layers": 32, "width": 1280, "head_width": 80, "patch_size": 14},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 1024, "heads": 16, "layers": 24},
 }
-"""OpenCLIP's ViT-H-14: HPS-v2.1, DFN5B (with quick_gelu) and, in transformers' layout, PickScore."""
+"""OpenCLIP's ViT-H-14, used by HPS-v2.1, DFN5B (with quick_gelu) and, in transformers' layout, PickScore."""
 
 Heads = Sequence[int] | None
-"""(vision, text) attention heads, which weights do not tell; None: those of the published architecture."""
+"""(vision, text) attention heads, which the weights do not show; None = those of the published network."""
 
 
 def checked_heads(heads: Any) -> Heads:
-    """The option as it is.
+    """Returns the option `heads` unchanged.
 
     Raises:
-        ValueError: neither None nor two whole numbers.
+        ValueError: it is neither None nor two positive integers.
     """
-    two = isinstance(heads, list | tuple) and len(heads) == 2
-    if heads is not None and not (two and all(type(number) is int and number > 0 for number in heads)):
-        raise ValueError(f"heads={heads!r}; it is [vision, text], two whole numbers of attention heads")
+    is_pair = isinstance(heads, list | tuple) and len(heads) == 2
+    if heads is not None and not (is_pair and all(type(number) is int and number > 0 for number in heads)):
+        raise ValueError(f"heads={heads!r} must be [vision, text], two positive numbers of attention heads")
     return heads
 
 
 def is_openclip(keys: Mapping[str, Any]) -> bool:
+    """Whether the keys are those of OpenCLIP's layout."""
     return "visual.conv1.weight" in keys
 
 
-def clip_network(place: Path, names: Sequence[str], *, quick_gelu: bool, heads: Heads = None) -> nn.Module:
-    """A CLIPModel with the weights at `place`, in their own dtype, on the CPU.
+def clip_network(path: Path, names: Sequence[str], *, quick_gelu: bool, heads: Heads = None) -> nn.Module:
+    """Loads a CLIPModel in the dtype of its weights, on the CPU.
 
     Args:
-        place: a weight file, or a folder with one of `names`; a configuration beside it counts
-            (open_clip_config.json, or config.json in transformers' layout, where it is needed).
+        path: a weight file, or a folder with one of `names`. A configuration beside the file is used:
+            open_clip_config.json, or config.json, which transformers' layout needs.
+        names: names of weight files, in order of preference.
         quick_gelu, heads: of files in OpenCLIP's layout without a configuration.
 
     Raises:
-        ValueError: no weights, or such as do not fit.
+        ValueError: there are no weights, or they do not fit the network.
     """
-    file = weights_at(place, names)
+    file = weight_file(path, names)
     state = read_state(file)
     network, layout = meta_clip(file, state, quick_gelu=quick_gelu, heads=heads)
-    layouts.fill(network, state, layout, file)
+    layouts.assign_weights(network, state, layout, file)
     return network
 
 
 def meta_clip(
     file: Path, state: Mapping[str, Tensor], *, quick_gelu: bool, heads: Heads = None
 ) -> tuple[nn.Module, layouts.Layout]:
-    """The network that a file's weights are of, without storage, and the file's layout."""
+    """Builds the network of a file's weights on the meta device.
+
+    Args:
+        file: the weight file; a configuration beside it is used.
+        state: its tensors, or meta tensors of their shapes.
+        quick_gelu, heads: of files in OpenCLIP's layout without a configuration.
+
+    Returns:
+        The network and the file's layout.
+
+    Raises:
+        ValueError: the file holds no CLIP, or its configuration does not fit.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CLIPConfig
 
-    beside = file.parent / OPENCLIP_CONFIG
+    config = file.parent / OPENCLIP_CONFIG
     try:
         if not is_openclip(state):
             return clip_of(CLIPConfig(**_transformers_config(file, state))), layouts.transformers
-        known = beside.is_file()
-        model = _openclip_config(beside) if known else _told_by_shapes(file, state, quick_gelu, heads)
+        if config.is_file():
+            model = _openclip_config(config)
+        else:
+            model = _config_from_shapes(file, state, quick_gelu, heads)
         return clip_of(clip_config(model)), layouts.openclip
-    except StrictDataclassError as error:  # of transformers, which is no ValueError
-        told = " ".join(str(error).split())
-        raise ValueError(f"{file}: what is said of its network does not fit: {told}") from error
+    except StrictDataclassError as error:  # of transformers, no subclass of ValueError
+        details = " ".join(str(error).split())
+        raise ValueError(f"{file}: the configuration of its network is inconsistent: {details}") from error
 
 
 def clip_of(config: Any) -> nn.Module:
-    """A CLIPModel on the meta device."""
+    """Builds a CLIPModel on the meta device."""
     from transformers import CLIPModel
 
     with torch.device("meta"):
@@ -96,11 +112,11 @@ def clip_of(config: Any) -> nn.Module:
 
 
 def clip_config(model: Mapping[str, Any]) -> Any:
-    """transformers' CLIPConfig of OpenCLIP's `model_cfg`: embed_dim, vision_cfg, text_cfg, quick_gelu."""
+    """Converts OpenCLIP's `model_cfg` (embed_dim, vision_cfg, text_cfg, quick_gelu) to a CLIPConfig."""
     from transformers import CLIPConfig
 
     vision, text = model["vision_cfg"], model["text_cfg"]
-    both = {
+    shared = {
         "hidden_act": "quick_gelu" if model.get("quick_gelu") else "gelu",
         "layer_norm_eps": 1e-5,
         "projection_dim": model["embed_dim"],
@@ -111,7 +127,7 @@ def clip_config(model: Mapping[str, Any]) -> Any:
             "intermediate_size": int(tower["width"] * tower.get("mlp_ratio", 4.0)),
             "num_hidden_layers": tower["layers"],
             "num_attention_heads": num_heads,
-            **both,
+            **shared,
         }
         for name, tower, num_heads in (
             ("vision_config", vision, vision["width"] // vision.get("head_width", 64)),
@@ -119,7 +135,7 @@ def clip_config(model: Mapping[str, Any]) -> Any:
         )
     }
     towers["vision_config"] |= {"patch_size": vision["patch_size"], "image_size": vision["image_size"]}
-    end = text["vocab_size"] - 1  # pooled there; OpenCLIP looks for the largest id, which it is
+    end = text["vocab_size"] - 1  # the pooled token; OpenCLIP pools at the largest id, which is the end token
     towers["text_config"] |= {
         "vocab_size": text["vocab_size"],
         "max_position_embeddings": text["context_length"],
@@ -135,21 +151,21 @@ def _openclip_config(file: Path) -> dict[str, Any]:
     model: Any = content.get("model_cfg")
     preparation = content.get("preprocess_cfg", {})
     try:
-        wanted = [
+        sizes = [
             model["embed_dim"],
             *(model["vision_cfg"][key] for key in ("image_size", "layers", "width", "patch_size")),
         ]
-        wanted += [
+        sizes += [
             model["text_cfg"][key] for key in ("context_length", "vocab_size", "width", "heads", "layers")
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} describes no CLIP of two plain transformers (lacks {error})") from error
-    if not all(isinstance(number, int) and number > 0 for number in wanted):
-        raise ValueError(f"{file} describes no CLIP of two plain transformers: sizes {wanted}")
+        raise ValueError(f"{file} describes no CLIP of two plain transformers (missing: {error})") from error
+    if not all(isinstance(number, int) and number > 0 for number in sizes):
+        raise ValueError(f"{file} describes no CLIP of two plain transformers: sizes {sizes}")
     for key, ours in (("mean", MEAN), ("std", STD)):
         if key in preparation and not all(map(math.isclose, preparation[key], ours)):
             raise ValueError(
-                f"{file}: pictures with {key} {preparation[key]}; only CLIP's {list(ours)} is read"
+                f"{file}: preprocessing with {key} {preparation[key]} is unsupported; use CLIP's {list(ours)}"
             )
     return model
 
@@ -157,19 +173,21 @@ def _openclip_config(file: Path) -> dict[str, Any]:
 def _transformers_config(file: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
     if "vision_model.embeddings.patch_embedding.weight" not in state:
         raise ValueError(
-            f"{file} holds no CLIP, neither in OpenCLIP's layout (visual.conv1.weight …) nor in "
+            f"{file} contains no CLIP, neither in OpenCLIP's layout (visual.conv1.weight …) nor in "
             f"transformers' (vision_model.embeddings …); its keys are {layouts.first_few(sorted(state))}"
         )
-    config = read_json(file.parent / "config.json")  # the only place that says how many heads there are
+    config = read_json(file.parent / "config.json")  # the only source of the number of heads
     if config.get("model_type", "clip") != "clip":
-        raise ValueError(f"{file.parent / 'config.json'} is that of a {config['model_type']}, not of a clip")
+        raise ValueError(
+            f"{file.parent / 'config.json'} has model_type {config['model_type']!r}; it must be 'clip'"
+        )
     return config
 
 
-def _told_by_shapes(
+def _config_from_shapes(
     file: Path, state: Mapping[str, Tensor], quick_gelu: bool, heads: Heads
 ) -> dict[str, Any]:
-    """OpenCLIP's configuration: ViT-H-14's at its pixels, or what shapes tell where `heads` are given."""
+    """Returns ViT-H-14's configuration at the file's image size, or, with `heads`, that of the shapes."""
     needed = (
         "visual.conv1.weight",
         "visual.positional_embedding",
@@ -177,8 +195,8 @@ def _told_by_shapes(
         "token_embedding.weight",
         "positional_embedding",
     )
-    if absent := [key for key in needed if key not in state or state[key].ndim < 2]:
-        raise ValueError(f"{file} is no whole CLIP in OpenCLIP's layout; it lacks {', '.join(absent)}")
+    if missing := [key for key in needed if key not in state or state[key].ndim < 2]:
+        raise ValueError(f"{file} is no complete CLIP in OpenCLIP's layout; it lacks {', '.join(missing)}")
     conv, tokens = state["visual.conv1.weight"], state["token_embedding.weight"]
     width, text_width = conv.shape[0], tokens.shape[1]
     side = math.isqrt(state["visual.positional_embedding"].shape[0] - 1)
@@ -186,8 +204,8 @@ def _told_by_shapes(
     if heads is None:
         if (width, text_width) != published:
             raise ValueError(
-                f"{file} is {width} and {text_width} wide, not {published[0]} and {published[1]} as a "
-                f"ViT-H-14; its weights do not tell its heads: put its {OPENCLIP_CONFIG} beside it"
+                f"{file} has widths {width} and {text_width}, a ViT-H-14 {published[0]} and {published[1]}; "
+                f"the number of heads is not in the weights: put {OPENCLIP_CONFIG} beside it"
             )
         vision = {**VIT_H_14["vision_cfg"], "image_size": side * conv.shape[-1]}
         return {**VIT_H_14, "vision_cfg": vision, "quick_gelu": quick_gelu}
@@ -212,5 +230,5 @@ def _told_by_shapes(
 
 
 def count_layers(keys: Mapping[str, Any], prefix: str) -> int:
-    """How many numbered blocks there are under `prefix`."""
+    """Returns the number of numbered blocks whose keys begin with `prefix`."""
     return len({key[len(prefix) :].split(".")[0] for key in keys if key.startswith(prefix)})

@@ -1,6 +1,7 @@
-"""PickScore: exp(logit_scale) * cosine under a CLIP ViT-H tuned on choices, divided by 100.
+"""PickScore: exp(logit_scale) * cosine under a CLIP ViT-H tuned on human choices, divided by 100.
 
-Numbers of the paper's column: 0.226 for FLUX.1-dev; PickScore's own are a hundred times that (`raw`).
+The scores are in the units of the paper's tables: 0.226 for FLUX.1-dev; PickScore's own scores (`raw`) are a
+hundred times as large.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from g2rpo.rewards.clip.base import ClipReward, clip_tokenizer
 from g2rpo.rewards.clip.networks import TRANSFORMERS_FILES, clip_network
-from g2rpo.rewards.model_reward import AUTO, Use
+from g2rpo.rewards.model_reward import AUTO, ScoringOptions
 from g2rpo.rewards.preprocess import crop_transformers
 from g2rpo.rewards.published import locate
 
@@ -29,17 +30,22 @@ def load(
     offload: str = "none",
     raw: bool = False,
 ) -> ClipReward:
-    """Args:
-        path: hub name, folder or weight file in transformers' layout, config.json beside it.
-        tokenizer, batch, dtype, offload: as of `hps.load`.
-        raw: PickScore's own numbers, about 22, not the paper's.
+    """Loads PickScore.
+
+    Args:
+        device: where the network computes.
+        path: hub name, folder or weight file in transformers' layout, with config.json beside it.
+        tokenizer, batch, dtype, offload: see `hps.load`.
+        raw: return PickScore's own scores, about 22, instead of the paper's.
 
     Raises:
-        ValueError: an option, a file or a tokenizer that does not fit.
+        ValueError: an option, a file or a tokenizer does not fit.
     """
-    use = Use(device, batch, dtype, offload)
-    place = locate(path, HUB_FILES, "the pickscore reward")
-    network: Any = clip_network(place, TRANSFORMERS_FILES, quick_gelu=False)
-    words = clip_tokenizer(tokenizer, place, network, openclip=False, what="the pickscore reward")
-    scale = math.exp(network.logit_scale.item())  # before weights are cast: bfloat16 would be 1 % off
-    return ClipReward(network, words, use, crop_transformers, scale if raw else scale / 100)
+    options = ScoringOptions(device, batch, dtype, offload)
+    weights = locate(path, HUB_FILES, "the pickscore reward")
+    network: Any = clip_network(weights, TRANSFORMERS_FILES, quick_gelu=False)
+    tokenize = clip_tokenizer(tokenizer, weights, network, openclip=False, what="the pickscore reward")
+    scale = math.exp(
+        network.logit_scale.item()
+    )  # before the weights are cast: in bfloat16 it would be wrong by 1 %
+    return ClipReward(network, tokenize, options, crop_transformers, scale if raw else scale / 100)

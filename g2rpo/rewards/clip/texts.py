@@ -1,4 +1,4 @@
-"""Captions to token ids, as each reward's original does it."""
+"""Tokenizers of the reward networks: captions to token ids, as in each original."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BERT_TOKENIZER = "google-bert/bert-base-uncased"
 TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.json")
 
 _OPENCLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
-"""What BPE works on, one by one; transformers' has <|endoftext|> as a word besides."""
+"""The words to which BPE is applied; transformers' pattern also has <|endoftext|> as a word."""
 
 
 def openclip_clean(text: str) -> str:
-    """What OpenCLIP does before BPE: mends the text, undoes HTML twice, single spaces, lower case.
+    """Cleans a text as OpenCLIP does before BPE: ftfy, HTML unescaping (twice), single spaces, lower case.
 
-    Curly quotes become straight, full-width letters narrow, `&amp;` an ampersand, `cafÃ©` a café.
+    For example, curly quotes become straight, full-width letters narrow, `&amp;` an ampersand, `cafÃ©` café.
     """
     import ftfy
 
@@ -29,17 +29,19 @@ def openclip_clean(text: str) -> str:
 
 
 class ClipTokenizer:
-    """CLIP's byte-pair encoding: `[N] texts -> [N, context]` ids, int64, end token last, then padding."""
+    """CLIP's byte-pair encoding: N texts -> token ids [N, context], int64; padding follows the end token."""
 
     def __init__(self, folder: Path, context: int, vocabulary: int, *, openclip: bool) -> None:
-        """Args:
-            folder: with vocab.json and merges.txt, or tokenizer.json.
-            context: most tokens of a text; the rest is cut off, its end token stays.
-            vocabulary: number of tokens that the network knows.
-            openclip: OpenCLIP's cleaning, ids and padding with 0; else as transformers does it.
+        """Loads the tokenizer.
+
+        Args:
+            folder: contains vocab.json and merges.txt, or tokenizer.json.
+            context: maximum number of tokens; longer texts are truncated before the end token.
+            vocabulary: number of tokens of the network.
+            openclip: whether to clean, tokenize and pad (with 0) as OpenCLIP does; else as transformers does.
 
         Raises:
-            ValueError: a folder without a tokenizer, or with that of another network.
+            ValueError: the folder has no tokenizer, or that of another network.
         """
         from transformers import CLIPTokenizer
 
@@ -47,16 +49,16 @@ class ClipTokenizer:
         self._tokenizer: Any = CLIPTokenizer.from_pretrained(folder)
         self._context, self._openclip = context, openclip
         end = self._tokenizer.eos_token_id
-        if end != vocabulary - 1:  # the end token is the last one, and is found as that
+        if end != vocabulary - 1:  # the networks recognise the end token as the last one
             raise ValueError(
-                f"the tokenizer in {folder} has {end + 1:,} tokens, the network knows {vocabulary:,}; "
+                f"the tokenizer in {folder} has {end + 1:,} tokens, the network {vocabulary:,}; "
                 "give the tokenizer of this network (tokenizer=FOLDER)"
             )
         if openclip:
             from tokenizers import Regex, normalizers, pre_tokenizers
 
             backend = self._tokenizer.backend_tokenizer
-            backend.normalizer = normalizers.Sequence([])  # all of it is in openclip_clean
+            backend.normalizer = normalizers.Sequence([])  # openclip_clean does all of it
             backend.pre_tokenizer = pre_tokenizers.Sequence(
                 [
                     pre_tokenizers.Split(Regex(_OPENCLIP_WORDS), "removed", invert=True),
@@ -65,6 +67,7 @@ class ClipTokenizer:
             )
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
+        """Tokenizes N texts to [N, context], int64."""
         texts = [openclip_clean(text) for text in texts] if self._openclip else list(texts)
         encoded = self._tokenizer(
             texts,
@@ -72,22 +75,27 @@ class ClipTokenizer:
             truncation=True,
             max_length=self._context,
             return_tensors="pt",
-            split_special_tokens=self._openclip,  # a caption that spells an end token does not end there
+            split_special_tokens=self._openclip,  # an end token spelled in a caption is plain text
         )
         return encoded.input_ids * encoded.attention_mask if self._openclip else encoded.input_ids
 
 
 class BertTokenizer:
-    """ImageReward's: bert-base-uncased with [DEC] and [ENC] added: `[N] texts -> [N, length]` ids, int64.
+    """ImageReward's tokenizer, bert-base-uncased with [DEC] and [ENC]: N texts -> ids [N, length], int64.
 
-    Padding is 0; no text has that id elsewhere.
+    Padding is 0, an id that no text contains.
     """
 
     def __init__(self, folder: Path, vocabulary: int, length: int = 35) -> None:
-        """Args: folder with vocab.txt or tokenizer.json; ids that the network knows; most tokens of a text.
+        """Loads the tokenizer.
+
+        Args:
+            folder: contains vocab.txt or tokenizer.json.
+            vocabulary: number of tokens of the network.
+            length: number of tokens of each row; longer texts are truncated.
 
         Raises:
-            ValueError: a folder without a tokenizer, or with that of another network.
+            ValueError: the folder has no tokenizer, or that of another network.
         """
         from transformers import BertTokenizer
 
@@ -98,21 +106,22 @@ class BertTokenizer:
         if len(self._tokenizer) != vocabulary or self._tokenizer.pad_token_id != 0:
             raise ValueError(
                 f"the tokenizer in {folder} has {len(self._tokenizer):,} tokens with [DEC] and [ENC], the "
-                f"network knows {vocabulary:,}; give that of bert-base-uncased (tokenizer=FOLDER)"
+                f"network {vocabulary:,}; give that of bert-base-uncased (tokenizer=FOLDER)"
             )
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
+        """Tokenizes N texts to [N, length], int64."""
         return self._tokenizer(
             list(texts), padding="max_length", truncation=True, max_length=self._length, return_tensors="pt"
         ).input_ids
 
 
 def has_tokenizer(folder: Path, *sets: tuple[str, ...]) -> bool:
-    """Whether all files of one of the sets are there."""
+    """Whether the folder contains all files of at least one of the sets."""
     return any(all((folder / name).is_file() for name in names) for names in sets)
 
 
 def _check_tokenizer_folder(folder: Path, *sets: tuple[str, ...]) -> None:
     if not has_tokenizer(folder, *sets):
-        wanted = " or ".join(" with ".join(names) for names in sets)
-        raise ValueError(f"{folder} holds no tokenizer ({wanted}); give a folder with one (tokenizer=FOLDER)")
+        files = " or ".join(" with ".join(names) for names in sets)
+        raise ValueError(f"{folder} holds no tokenizer ({files}); give a folder with one (tokenizer=FOLDER)")

@@ -1,1 +1,1 @@
-"""Rewards that a server computes."""
+"""Rewards that are computed by servers."""

@@ -1,9 +1,9 @@
-"""Any scorer behind HTTP: pictures and prompts as JSON go out, one number a picture comes back.
+"""A reward of an HTTP server, which gets images and prompts as JSON and returns one score per image.
 
 The protocol is in docs/rewards.md, a server of 30 lines in examples/http_reward_server.py:
 
     POST {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}
-    200  {"scores": [number or null, ...]}        null: this picture cannot be judged
+    200  {"scores": [number or null, ...]}        null: this image has no score
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.base import Metadata
-from g2rpo.rewards.remote.options import whole
+from g2rpo.rewards.remote.options import integer
 from g2rpo.rewards.remote.servers import Servers
-from g2rpo.rewards.remote.tally import Failed, Tally
-from g2rpo.rewards.remote.wire import eight_bits, encoded
+from g2rpo.rewards.remote.tally import Failure, Tally
+from g2rpo.rewards.remote.wire import base64_image, eight_bits
 
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass
 class Http:
-    """Asks the servers about up to `batch` pictures at once.
+    """Sends up to `batch` images per request to the servers.
 
     Attributes:
+        servers: the servers that score.
+        batch: maximum number of images per request.
         last_error: why samples of the last call have no score, or None.
+        tally: counts failures by reason.
     """
 
     servers: Servers
@@ -39,49 +42,45 @@ class Http:
     tally: Tally = field(default_factory=lambda: Tally("http"))
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        pixels, known = eight_bits(images), [{} for _ in prompts] if metadata is None else metadata
+        pixels, entries = eight_bits(images), [{} for _ in prompts] if metadata is None else metadata
         parts = [slice(low, low + self.batch) for low in range(0, len(prompts), self.batch)]
-        bodies = [partial(_question, pixels[part], prompts[part], known[part]) for part in parts]
-        outcomes: list[float | Failed] = []
-        for part, answer in zip(parts, self.servers.ask("", bodies), strict=True):
+        bodies = [partial(_request, pixels[part], prompts[part], entries[part]) for part in parts]
+        outcomes: list[float | Failure] = []
+        for part, answer in zip(parts, self.servers.post("", bodies), strict=True):
             outcomes += read_scores(answer, len(prompts[part]))
-        self.last_error = self.tally.take([one if isinstance(one, Failed) else None for one in outcomes])
-        scores = [torch.nan if isinstance(one, Failed) else one for one in outcomes]
+        self.last_error = self.tally.add(outcomes)
+        scores = [torch.nan if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return torch.tensor(scores, dtype=torch.float32)
 
     def describe(self) -> str:
-        """Who is asked: a line for the log."""
+        """Names the servers in one line, for the log. Evaluations store this text and compare it."""
         return f"http: {', '.join(self.servers.urls)}, {self.batch} pictures a request"
 
 
-def read_scores(answer: Any, n: int) -> list[float | Failed]:
-    """One score, or why there is none, for each of n pictures."""
-    if isinstance(answer, Failed):
+def read_scores(answer: Any, n: int) -> list[float | Failure]:
+    """Reads the scores of n images from a server's answer; an image without a score gets a Failure."""
+    if isinstance(answer, Failure):
         return [answer] * n
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
-        return [Failed('the answer has no list "scores"', str(answer)[:200])] * n
+        return [Failure('the answer has no list "scores"', str(answer)[:200])] * n
     if len(scores) != n:
-        return [
-            Failed(
-                "the answer has another number of scores than there were pictures", f"{len(scores)} for {n}"
-            )
-        ] * n
+        return [Failure("the answer does not have one score per image", f"{len(scores)} for {n}")] * n
     return [_score(score) for score in scores]
 
 
-def _score(score: Any) -> float | Failed:
+def _score(score: Any) -> float | Failure:
     if score is None:
-        return Failed("the server gave null")
+        return Failure("the server returned null")
     if isinstance(score, bool) or not isinstance(score, int | float):
-        return Failed("a score is no number", repr(score)[:200])
-    if not -LARGEST <= score <= LARGEST:  # NaN is not, nor is what float32 cannot hold
-        return Failed("a score is not finite", repr(score)[:200])
+        return Failure("a score is not a number", repr(score)[:200])
+    if not -LARGEST <= score <= LARGEST:  # NaN, infinity, or beyond the range of float32
+        return Failure("a score is not finite", repr(score)[:200])
     return float(score)
 
 
-def _question(pixels: Tensor, prompts: list[str], metadata: Metadata) -> dict[str, Any]:
-    return {"images": [encoded(one) for one in pixels], "prompts": prompts, "metadata": metadata}
+def _request(pixels: Tensor, prompts: list[str], metadata: Metadata) -> dict[str, Any]:
+    return {"images": [base64_image(image) for image in pixels], "prompts": prompts, "metadata": metadata}
 
 
 def load(
@@ -97,14 +96,18 @@ def load(
     api_key_env: str | None = None,
     check: bool = True,
 ) -> Http:
-    """Checks the options and, unless check=False, that every server answers a GET, with whatever status.
+    """Creates the reward; unless check=False, every server must answer a GET request, with any status.
 
     Args:
-        urls: whole addresses. batch: most pictures of a request. headers: sent with each.
+        device: ignored; the servers compute.
+        urls: complete addresses of the servers.
+        batch: maximum number of images per request.
+        headers: HTTP headers of each request.
         timeout, concurrency, retries, backoff, api_key_env: see `Servers`.
+        check: whether to contact the servers now.
 
     Raises:
-        ValueError: options that cannot be meant, or a server that is not there.
+        ValueError: an option is invalid, or a server does not answer.
     """
     servers = Servers(
         "http",
@@ -117,11 +120,11 @@ def load(
         api_key_env=api_key_env,
         headers=headers,
     )
-    whole("http", "batch", batch, least=1)
-    for url, answer in servers.reach("").items() if check else ():
-        if isinstance(answer, Failed):
+    integer("http", "batch", batch, least=1)
+    for url, answer in servers.get("").items() if check else ():
+        if isinstance(answer, Failure):
             raise ValueError(
                 f"reward http: no server at {url} ({answer.reason}). Start it (docs/rewards.md has an "
-                "example), or give check = false to ask it only when pictures are judged"
+                "example), or set check = false to contact it only when images are scored"
             )
     return Http(servers, batch)

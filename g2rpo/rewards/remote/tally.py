@@ -1,4 +1,4 @@
-"""Samples that a server did not judge: why, and how often."""
+"""Failures of remote rewards, counted by reason."""
 
 from __future__ import annotations
 
@@ -11,32 +11,42 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Failed:
-    """No answer. reason: the same words for all of a kind. example: what came instead, if anything."""
+class Failure:
+    """A sample without a score.
+
+    Attributes:
+        reason: a text that is equal for all failures of a kind.
+        example: the beginning of the unusable answer, if there was one.
+    """
 
     reason: str
     example: str = ""
 
 
 class Tally:
-    """Why samples have no score: counted by reason; each reason is logged when it first comes."""
+    """Counts the failures of a reward by reason, and logs the first failure of each reason."""
 
     def __init__(self, reward: str) -> None:
         self.reward = reward
         self.counts: Counter[str] = Counter()
 
-    def take(self, outcomes: Sequence[Failed | None]) -> str | None:
-        """One call's samples, None for each that has a score. Returns what failed in words, or None."""
-        failures = [failed for failed in outcomes if failed is not None]
-        for failed in failures:
-            if not self.counts[failed.reason]:
+    def add(self, outcomes: Sequence[float | Failure]) -> str | None:
+        """Counts the failures among one call's outcomes.
+
+        Returns:
+            A summary of the failures, or None if there are none.
+        """
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        for failure in failures:
+            if not self.counts[failure.reason]:
                 LOG.warning(
-                    "reward %s: a sample without a score: %s%s. More of the same is counted, not printed",
+                    "reward %s: a sample has no score: %s%s. Further failures of this kind are counted but "
+                    "not printed",
                     self.reward,
-                    failed.reason,
-                    f" ({_short(failed.example)})" if failed.example else "",
+                    failure.reason,
+                    f" ({_short(failure.example)})" if failure.example else "",
                 )
-            self.counts[failed.reason] += 1
+            self.counts[failure.reason] += 1
         if not failures:
             return None
         parts = [f"{n} x {reason}" for reason, n in Counter(f.reason for f in failures).most_common(3)]

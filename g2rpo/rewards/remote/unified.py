@@ -1,8 +1,8 @@
-"""UnifiedReward: a vision-language model behind an OpenAI-compatible server (vLLM, SGLang) rates pictures.
+"""UnifiedReward: a vision-language model behind an OpenAI-compatible server (vLLM, SGLang) rates images.
 
-The model answers in lines such as `Alignment Score (1-5): 4.5`; a score is one of these axes or their mean,
-in 1..5. Which model, prompt and axis are asked decides the scale, so `describe()` says all three. An answer
-without every axis that was asked for gives no score.
+The model answers with lines such as `Alignment Score (1-5): 4.5`; the score is one of these axes or their
+mean, in 1..5. The scale depends on model, prompt and axes, so `describe()` names all three. An answer that
+lacks one of the requested axes gives no score.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.base import Metadata
-from g2rpo.rewards.remote.options import whole
+from g2rpo.rewards.remote.options import integer
 from g2rpo.rewards.remote.servers import Servers
-from g2rpo.rewards.remote.tally import Failed, Tally
-from g2rpo.rewards.remote.wire import eight_bits, encoded
+from g2rpo.rewards.remote.tally import Failure, Tally
+from g2rpo.rewards.remote.wire import base64_image, eight_bits
 from g2rpo.runtime.text import did_you_mean
 
 MEAN = "mean"
 SCORE = re.compile(
     r"[^\w+\-]*([+\-]?\d+(?:[.,]\d+)?)(?:\s*(?:/|out of)\s*5)?"
-    r"(?![.,]?\w|\s*(?:/|out of|to\b|[-–])\s*\d)"  # not a part of something longer
+    r"(?![.,]?\w|\s*(?:/|out of|to\b|[-–])\s*\d)"  # not part of a longer number or word
 )
 QUESTIONS = {
     "Alignment": "does the image show what the caption says: the objects, their number, looks and relations?",
@@ -39,7 +39,10 @@ QUESTIONS = {
 
 
 def default_prompt(axes: Sequence[str]) -> str:
-    """Our words, asking for the lines in which the model family answers. {prompt} is the caption's place."""
+    """Returns g2rpo's prompt for these axes, with {prompt} in place of the caption.
+
+    It requests the format in which the model family answers.
+    """
     questions = "\n".join(f"- {axis} Score: {QUESTIONS[axis]}" for axis in axes)
     lines = "\n".join(f"{axis} Score{'' if axis == 'Final' else ' (1-5)'}: X" for axis in axes)
     return (
@@ -51,24 +54,31 @@ def default_prompt(axes: Sequence[str]) -> str:
 
 
 def parse(text: str, axis: str) -> float | None:
-    """The axis's score, clamped to 1..5, or None; the last line that names it counts.
+    """Reads the score of an axis from an answer, clamped to 1..5; None if there is none.
 
-    `4`, `4.5`, `4,5`, `4.5/5` and `4 out of 5` are scores; a share of another total (`8/10`), a range (`3-4`)
-    and words are none.
+    The last line that names the axis counts. `4`, `4.5`, `4,5`, `4.5/5` and `4 out of 5` are scores; a share
+    of another total (`8/10`), a range (`3-4`) and words are not.
     """
     lines = re.findall(rf"(?im)^[^a-z\n]*{re.escape(axis)}[ \t]+score\b[^:：\n]*[:：](.*)$", text)
-    found = SCORE.match(lines[-1]) if lines else None
-    return min(5.0, max(1.0, float(found[1].replace(",", ".")))) if found else None
+    match = SCORE.match(lines[-1]) if lines else None
+    return min(5.0, max(1.0, float(match[1].replace(",", ".")))) if match else None
 
 
 @dataclass
 class Unified:
-    """Asks the servers about each picture.
+    """Sends one request per image to the servers.
 
     Attributes:
-        axes: each must be in an answer. combine: the axis that is the score, or "mean" of all.
-        template: the question, {prompt} where the caption goes. source: where the template is from.
+        servers: the servers that score.
+        model: name of the model on the servers.
+        axes: the axes that each answer must contain.
+        combine: the axis that is the score, or "mean" of all axes.
+        template: the prompt, with {prompt} in place of the caption.
+        source: origin of the template, for `describe`.
+        image_format: "png" or "jpeg".
+        max_tokens: maximum number of tokens per answer.
         last_error: why samples of the last call have no score, or None.
+        tally: counts failures by reason.
     """
 
     servers: Servers
@@ -83,14 +93,18 @@ class Unified:
     tally: Tally = field(default_factory=lambda: Tally("unified"))
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        bodies = [partial(self._question, *pair) for pair in zip(eight_bits(images), prompts, strict=True)]
-        answers = [self._score(answer) for answer in self.servers.ask("/chat/completions", bodies)]
-        self.last_error = self.tally.take([one if isinstance(one, Failed) else None for one in answers])
-        scores = [torch.nan if isinstance(one, Failed) else one for one in answers]
+        bodies = [partial(self._request, *pair) for pair in zip(eight_bits(images), prompts, strict=True)]
+        outcomes = [self._score(answer) for answer in self.servers.post("/chat/completions", bodies)]
+        self.last_error = self.tally.add(outcomes)
+        scores = [torch.nan if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return torch.tensor(scores, dtype=torch.float32)
 
     def describe(self) -> str:
-        """What is asked, of whom: a line for the log. Two runs with the same line but the servers compare."""
+        """Names model, servers and prompt in one line, for the log.
+
+        Evaluations store this text and compare it. Scores of two runs are comparable if their texts differ in
+        the servers only.
+        """
         score = f"mean of {', '.join(self.axes)}" if self.combine == MEAN else f"{self.combine}"
         digest = hashlib.sha256(self.template.encode()).hexdigest()[:12]
         return (
@@ -99,8 +113,8 @@ class Unified:
             f"{self.max_tokens} tokens"
         )
 
-    def _question(self, pixels: Tensor, prompt: str) -> dict[str, Any]:
-        url = f"data:image/{self.image_format};base64,{encoded(pixels, self.image_format)}"
+    def _request(self, pixels: Tensor, prompt: str) -> dict[str, Any]:
+        url = f"data:image/{self.image_format};base64,{base64_image(pixels, self.image_format)}"
         content = [
             {"type": "image_url", "image_url": {"url": url}},
             {"type": "text", "text": self.template.replace("{prompt}", prompt)},
@@ -112,25 +126,25 @@ class Unified:
             "max_tokens": self.max_tokens,
         }
 
-    def _score(self, answer: Any) -> float | Failed:
-        if isinstance(answer, Failed):
+    def _score(self, answer: Any) -> float | Failure:
+        if isinstance(answer, Failure):
             return answer
         try:
             choice = answer["choices"][0]
-            text, cut_off = choice["message"]["content"], choice.get("finish_reason") == "length"
+            text, truncated = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
-            text, cut_off = None, False
+            text, truncated = None, False
         if not isinstance(text, str):
-            return Failed("the answer is no chat completion with text", str(answer)[:200])
-        if cut_off:  # in the middle of its last line, perhaps of a number
+            return Failure("the answer is no chat completion with text", str(answer)[:200])
+        if truncated:  # the last line, possibly a number, is incomplete
             text = text.rpartition("\n")[0]
         scores = {axis: parse(text, axis) for axis in self.axes}
-        known = {axis: score for axis, score in scores.items() if score is not None}
-        if len(known) < len(scores):
-            missing = ", ".join(axis for axis in scores if axis not in known)
-            ending = f" within max_tokens={self.max_tokens}" if cut_off else ""
-            return Failed(f"no {missing} score in the answer{ending}", text)
-        return sum(known.values()) / len(known) if self.combine == MEAN else known[self.combine]
+        complete = {axis: score for axis, score in scores.items() if score is not None}
+        if len(complete) < len(scores):
+            missing = ", ".join(axis for axis in scores if axis not in complete)
+            ending = f" within max_tokens={self.max_tokens}" if truncated else ""
+            return Failure(f"no {missing} score in the answer{ending}", text)
+        return sum(complete.values()) / len(complete) if self.combine == MEAN else complete[self.combine]
 
 
 def load(
@@ -150,19 +164,24 @@ def load(
     api_key_env: str | None = None,
     check: bool = True,
 ) -> Unified:
-    """Checks the options and, unless check=False, that every server is there and serves the model.
+    """Creates the reward; unless check=False, every server must answer and serve the model.
 
     Args:
-        servers: addresses up to and with /v1. model: by the name under which they serve it.
-        axes: asked for; each answer must have all. combine: "mean" or one of them; None = the first.
-        prompt_file: the question as a text file with {prompt} in it; None = `default_prompt`.
-        image_format: png, or jpeg (quality 95). max_tokens: of an answer.
+        device: ignored; the servers compute.
+        servers: addresses of the servers, including /v1.
+        model: name under which the servers serve the model.
+        axes: the requested axes; each answer must contain all of them.
+        combine: "mean" or one of the axes; None = the first axis.
+        prompt_file: text file with the prompt, which must contain {prompt}; None = `default_prompt`.
+        image_format: "png", or "jpeg" (quality 95).
+        max_tokens: maximum number of tokens per answer.
         timeout, concurrency, retries, backoff, api_key_env: see `Servers`.
+        check: whether to contact the servers now.
 
     Raises:
-        ValueError: options that cannot be meant, or a server that is not there.
+        ValueError: an option is invalid, a server does not answer, or it does not serve the model.
     """
-    asked = Servers(
+    pool = Servers(
         "unified",
         "servers",
         servers,
@@ -191,50 +210,50 @@ def load(
     if image_format not in ("png", "jpeg"):
         raise ValueError(f"reward unified: image_format={image_format!r} must be 'png' or 'jpeg'")
     template, source = _template(prompt_file, names)
-    whole("unified", "max_tokens", max_tokens, least=1)
+    integer("unified", "max_tokens", max_tokens, least=1)
     if check:
-        _check(asked, model)
-    return Unified(asked, model, names, chosen, template, source, image_format, max_tokens)
+        _check(pool, model)
+    return Unified(pool, model, names, chosen, template, source, image_format, max_tokens)
 
 
 def _template(prompt_file: str | None, axes: Sequence[str]) -> tuple[str, str]:
     if prompt_file is None:
         if unknown := [axis for axis in axes if axis not in QUESTIONS]:
             raise ValueError(
-                f"reward unified: our own prompt knows no axis {unknown[0]!r}"
-                f"{did_you_mean(unknown[0], QUESTIONS)}; it has {', '.join(QUESTIONS)}. For others give a "
-                "prompt_file that asks for them"
+                f"reward unified: the built-in prompt has no axis {unknown[0]!r}"
+                f"{did_you_mean(unknown[0], QUESTIONS)}; it has {', '.join(QUESTIONS)}. For other axes, set "
+                "prompt_file to a prompt that requests them"
             )
-        return default_prompt(axes), "our own prompt"
+        return default_prompt(axes), "our own prompt"  # stored by evaluations, hence never reworded
     try:
         template = Path(prompt_file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"reward unified: prompt_file={prompt_file!r} cannot be read: {error}") from error
     if "{prompt}" not in template:
         raise ValueError(
-            f"reward unified: prompt_file={prompt_file!r} has no {{prompt}}, where the caption must go"
+            f"reward unified: prompt_file={prompt_file!r} must contain {{prompt}} in place of the caption"
         )
     return template, f"prompt of {prompt_file}"
 
 
 def _check(servers: Servers, model: str) -> None:
-    for url, answer in servers.reach("/models").items():
+    for url, answer in servers.get("/models").items():
         start = (
             f"Start it with `vllm serve {model} --port {url.rpartition(':')[2].partition('/')[0]}` or as "
-            "docs/rewards.md says, or give check = false to ask it only when pictures are judged"
+            "docs/rewards.md says, or set check = false to contact it only when images are scored"
         )
-        if isinstance(answer, Failed):
+        if isinstance(answer, Failure):
             raise ValueError(f"reward unified: no server at {url} ({answer.reason}). {start}")
         if answer.status_code in (401, 403):
             raise ValueError(
-                f"reward unified: {url} asks for a key (HTTP {answer.status_code}); put it into an "
-                "environment variable and name that in api_key_env"
+                f"reward unified: {url} requires a key (HTTP {answer.status_code}); put it into an "
+                "environment variable and name it in api_key_env"
             )
         try:
-            served = [str(one["id"]) for one in answer.raise_for_status().json()["data"]]
-        except _unusable() as error:
+            served = [str(entry["id"]) for entry in answer.raise_for_status().json()["data"]]
+        except _answer_errors() as error:
             raise ValueError(
-                f"reward unified: {url}/models answers HTTP {answer.status_code} and lists no models; the "
+                f"reward unified: {url}/models returned HTTP {answer.status_code} and no list of models; the "
                 f"address of an OpenAI-compatible server ends in /v1. {start}"
             ) from error
         if model not in served:
@@ -244,7 +263,7 @@ def _check(servers: Servers, model: str) -> None:
             )
 
 
-def _unusable() -> tuple[type[Exception], ...]:
+def _answer_errors() -> tuple[type[Exception], ...]:
     import httpx
 
     return (httpx.HTTPStatusError, ValueError, KeyError, TypeError)
