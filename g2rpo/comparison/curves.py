@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from g2rpo.evaluation.stats import mean_and_error
+
 AXES = ("step", "nfe", "compute", "seconds")
 COMPARED = ("reward/", "eval/", "eval_gain/")
 SMOOTHED = "reward/"  # other prompts every iteration; an evaluation has the same ones, and is left as it is
@@ -112,9 +114,8 @@ def smoothed(curve: Curve, window: int) -> Curve:
 
 def stat(values: Sequence[float]) -> Stat:
     """Mean and standard error (n - 1 in the variance); NaN where there are too few values for them."""
-    n = len(values)
-    mean = float(np.mean(values)) if n else math.nan
-    return Stat(mean, float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else math.nan, n)
+    mean, error = mean_and_error(np.asarray(values, dtype=np.float64))
+    return Stat(float(mean), float(error), len(values))
 
 
 def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Stat:
@@ -136,10 +137,9 @@ def band(curves: Sequence[Curve]) -> Band:
         axis: np.mean([np.interp(steps, curve.x["step"], curve.x[axis]) for curve in curves], axis=0)
         for axis in AXES
     }
-    mean = values.mean(0)
+    mean, error = mean_and_error(values)
     if len(curves) < 3:
         return Band(x, mean, values.min(0), values.max(0), len(curves))
-    error = values.std(0, ddof=1) / math.sqrt(len(curves))
     return Band(x, mean, mean - error, mean + error, len(curves))
 
 

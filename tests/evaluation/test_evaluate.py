@@ -20,12 +20,13 @@ from g2rpo.__main__ import app
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation import lineup
 from g2rpo.evaluation.evaluate import evaluate
-from g2rpo.evaluation.lineup import Drawing
 from g2rpo.evaluation.matching import read_pixels
-from g2rpo.evaluation.stats import difference_of, mean_of
+from g2rpo.evaluation.stats import difference_over_prompts, mean_over_prompts
+from g2rpo.inference import sample as sampling
 from g2rpo.inference.images import read_png_text
 from g2rpo.inference.names import labels_of
 from g2rpo.inference.open import open_policy
+from g2rpo.inference.sample import SampleRequest
 from g2rpo.models.tiny import tiny_folder
 
 OWN = """
@@ -48,9 +49,9 @@ MODELS = ["tiny", "tiny@g2rpo"]
 REWARDS = ["own_eval:red", "own_eval:picky"]
 
 
-def drawing(**changes):
+def request(**changes):
     given = {"prompts": PROMPTS, "steps": (1, 2), "num_images": 2, "seed": 7, "batch": 4, "device": "cpu"}
-    return Drawing(**(given | changes))
+    return SampleRequest(**(given | changes))
 
 
 def quiet(line):
@@ -65,7 +66,7 @@ def opened_once(model, *given):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """The user's module of rewards, in the current folder; each policy is loaded by one test alone."""
-    monkeypatch.setattr(lineup, "open_policy", lambda model, **given: opened_once(model, *given.items()))
+    monkeypatch.setattr(sampling, "open_policy", lambda model, **given: opened_once(model, *given.items()))
     (tmp_path / "own_eval.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -104,7 +105,7 @@ def files(out):
 
 
 def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
-    done = evaluate(MODELS, drawing(), REWARDS, out="out", say=quiet)
+    done = evaluate(MODELS, request(), REWARDS, out="out", say=quiet)
     seeds = [[7, 8, 9, 10], [11, 12]]
     assert drawn == [(steps, batch) for _ in MODELS for steps in (1, 2) for batch in seeds]
     rows = table(tmp_path / "out")
@@ -126,9 +127,9 @@ def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
         values = [float(r["own_eval:red"]) for r in rows if (r["model"], r["steps"]) == (model, "2")]
         return np.reshape(values, (3, 2))
 
-    gap = difference_of(scores("tiny@g2rpo"), scores("tiny"))
+    gap = difference_over_prompts(scores("tiny@g2rpo"), scores("tiny"))
     assert done.differences[2, "tiny@g2rpo", "own_eval:red"] == gap and gap.mean != 0
-    assert done.means[2, "tiny", "own_eval:red"] == mean_of(scores("tiny"))
+    assert done.means[2, "tiny", "own_eval:red"] == mean_over_prompts(scores("tiny"))
     told = json.loads((tmp_path / "out" / "results.json").read_text())
     cell = told["steps"]["2"]["tiny@g2rpo"]["own_eval:red"]
     assert cell["difference"]["low"] == gap.low and cell["difference"]["prompts"] == 3
@@ -140,19 +141,19 @@ def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
 
 
 def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, drawn):
-    few = drawing(steps=(2,), num_images=1)
+    few = request(steps=(2,), num_images=1)
     evaluate(["tiny"], few, REWARDS, out="out", say=quiet)
     before = files(tmp_path / "out")
     drawn.clear(), own.CALLS.clear()
     evaluate(["tiny"], few, REWARDS, out="out", say=quiet)
     assert not drawn and not own.CALLS and files(tmp_path / "out") == before
-    evaluate(MODELS, drawing(num_images=1), REWARDS, out="out", say=quiet)
+    evaluate(MODELS, request(num_images=1), REWARDS, out="out", say=quiet)
     assert Counter(steps for steps, _ in drawn) == {1: 2, 2: 1} and len(own.CALLS) == 3
     (tmp_path / "out" / "tiny" / "2" / "00001.png").unlink()
     drawn.clear(), own.CALLS.clear()
-    evaluate(MODELS, drawing(num_images=1), REWARDS, out="out", say=quiet)
+    evaluate(MODELS, request(num_images=1), REWARDS, out="out", say=quiet)
     assert drawn == [(2, [7, 8, 9])] and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]]
-    evaluate(MODELS, drawing(num_images=1), REWARDS, out="whole", say=quiet)
+    evaluate(MODELS, request(num_images=1), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -171,12 +172,12 @@ def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, 
 def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, said):
     (tmp_path / "out").mkdir()
     first = lineup.Lineup(
-        "evaluation", MODELS, drawing(), tmp_path / "out", more={"rewards": judges(REWARDS)}
+        "evaluation", MODELS, request(), tmp_path / "out", more={"rewards": judges(REWARDS)}
     )
     first.write()
     before = files(tmp_path / "out")
-    with pytest.raises(ValueError, match="holds pictures of other settings") as refused:
-        evaluate(models, drawing(**changes), rewards, out="out", say=quiet)
+    with pytest.raises(ValueError, match="holds images of other settings") as refused:
+        evaluate(models, request(**changes), rewards, out="out", say=quiet)
     assert said in str(refused.value) and files(tmp_path / "out") == before
 
 
@@ -188,23 +189,23 @@ def judges(names):
 
 def test_a_model_that_changed_is_refused(tmp_path, own):
     folder = shutil.copytree(tiny_folder("tiny@g2rpo")[1], tmp_path / "weights")
-    given = ("evaluation", ["tiny", "weights"], drawing(base="tiny"), tmp_path / "out")
+    given = ("evaluation", ["tiny", "weights"], request(base="tiny"), tmp_path / "out")
     lineup.Lineup(*given).write()
     lineup.Lineup(*given)
     os.utime(folder / "pytorch_lora_weights.safetensors", (1, 1))
     with pytest.raises(ValueError, match="weights: another model than there, or changed since"):
         lineup.Lineup(*given)
     with pytest.raises(ValueError, match="holds something else"):
-        lineup.Lineup("gallery", ["tiny"], drawing(), tmp_path / "out")
+        lineup.Lineup("gallery", ["tiny"], request(), tmp_path / "out")
 
 
 def test_interrupted_it_goes_on(tmp_path, own, drawn):
     given = {"out": tmp_path / "out", "say": quiet}
     drawn.stop = 3  # within the first model's second number of steps
-    assert evaluate(MODELS, drawing(), REWARDS, **given).interrupted
+    assert evaluate(MODELS, request(), REWARDS, **given).interrupted
     assert len(drawn) == 3 and not own.CALLS and not (tmp_path / "out" / "results.md").exists()
     drawn.stop, own.STOP_AFTER[0] = None, 3  # while the third batch is scored
-    assert evaluate(MODELS, drawing(), REWARDS, **given).interrupted
+    assert evaluate(MODELS, request(), REWARDS, **given).interrupted
     assert len(drawn) == 4 and len(table(tmp_path / "out")) == 6
     own.STOP_AFTER[0] = None
     # As if the power had failed: a part of a row, the last number of which is cut.
@@ -212,16 +213,16 @@ def test_interrupted_it_goes_on(tmp_path, own, drawn):
     (tmp_path / "out" / "scores.csv").write_text(head + "".join(rows[:3]))
     (tmp_path / "out" / "scores.part-0.csv").write_text(head + rows[3] + rows[4].rstrip()[:-3])
     own.CALLS.clear()
-    assert not evaluate(MODELS, drawing(), REWARDS, **given).interrupted
+    assert not evaluate(MODELS, request(), REWARDS, **given).interrupted
     assert len(drawn) == 8 and [len(prompts) for prompts, _ in own.CALLS] == [2, 4, 2, 4, 2, 4, 2]
-    evaluate(MODELS, drawing(), REWARDS, out="whole", say=quiet)
+    evaluate(MODELS, request(), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_rewards_in_another_order_keep_their_scores(tmp_path, own):
-    evaluate(MODELS[:1], drawing(), REWARDS, out="out", say=quiet)
+    evaluate(MODELS[:1], request(), REWARDS, out="out", say=quiet)
     before = table(tmp_path / "out")
-    again, clean = (evaluate(MODELS, drawing(), REWARDS[::-1], out=o, say=quiet) for o in ("out", "clean"))
+    again, clean = (evaluate(MODELS, request(), REWARDS[::-1], out=o, say=quiet) for o in ("out", "clean"))
     assert again.means == clean.means and again.differences == clean.differences
     assert table(tmp_path / "out")[: len(before)] == before
 
@@ -255,19 +256,21 @@ def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
 
 
 def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, monkeypatch):
-    opened, real = [], lineup.open_policy
+    opened, real = [], sampling.open_policy
 
     def opening(model, **given):
         opened.append((model, given))
         return real(model, **given)
 
-    monkeypatch.setattr(lineup, "open_policy", opening)
+    monkeypatch.setattr(sampling, "open_policy", opening)
     monkeypatch.setattr(lineup, "own_conditions", lambda model: {"guidance": 1.5} if "@" in model else {})
     told = []
-    evaluate(MODELS, drawing(steps=(1,), num_images=1), REWARDS[:1], out="out", say=told.append)
+    evaluate(MODELS, request(steps=(1,), num_images=1), REWARDS[:1], out="out", say=told.append)
     assert [model for model, _ in opened] == MODELS and opened[1][1]["guidance"] == 3.5
-    assert "tiny@g2rpo: 3 pictures to draw, with guidance 3.5 (its own: 1.5), as tiny, or as asked" in told
-    asked = drawing(steps=(1,), num_images=1, asked={"guidance": 2.0, "resolution": None})
+    assert (
+        "tiny@g2rpo: 3 images to sample, with guidance 3.5 (its own: 1.5), as tiny, or as requested" in told
+    )
+    asked = request(steps=(1,), num_images=1, conditions={"guidance": 2.0, "resolution": None})
     evaluate(MODELS, asked, REWARDS[:1], out="asked", say=quiet)
     assert [given["guidance"] for _, given in opened[2:]] == [2.0, 2.0]
     assert read_png_text(tmp_path / "asked" / "tiny@g2rpo" / "1" / "00000.png")[1]["guidance"] == 2.0
@@ -296,7 +299,7 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
 )
 def test_mistakes_are_told_before_a_model_is_opened(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lineup, "open_policy", lambda *given, **more: pytest.fail("a model was opened"))
+    monkeypatch.setattr(sampling, "open_policy", lambda *given, **more: pytest.fail("a model was opened"))
     (tmp_path / "p.txt").write_text("a red circle\n")
     (tmp_path / "empty.txt").write_text("\n")
     for file in ("weights/pytorch_lora_weights.safetensors", "empty_run/config.toml", "other/x.txt"):
@@ -339,11 +342,11 @@ def evaluate_as(folder, out):
         return real(policy, prompts, **given)
 
     lineup.sample_images = telling
-    evaluate(MODELS, drawing(batch=2), REWARDS, out=out)
+    evaluate(MODELS, request(batch=2), REWARDS, out=out)
 
 
 def test_two_processes_write_what_one_writes(tmp_path, own):
-    evaluate(MODELS, drawing(batch=2), REWARDS, out="one", say=quiet)
+    evaluate(MODELS, request(batch=2), REWARDS, out="one", say=quiet)
     for code, told in run_processes(2, evaluate_as, str(tmp_path), "two", log=tmp_path / "log"):
         assert code == 0, told
     told = [(tmp_path / "log" / f"process_{rank}.txt").read_text() for rank in range(2)]

@@ -58,9 +58,9 @@ def test_large_pictures_are_reduced_and_keep_their_form():
 def test_counts_and_shapes_must_fit():
     red = (1.0, 0.0, 0.0)
     for pictures, captions in (([plain(red)], ["a", "b"]), ([plain(red, red)], ["a"]), ([], [])):
-        with pytest.raises(ValueError, match="a caption a row and a title a column"):
+        with pytest.raises(ValueError, match="one caption per row, one title per column"):
             sheet(pictures, captions, ["base"])
-    with pytest.raises(ValueError, match="pictures of one shape"):
+    with pytest.raises(ValueError, match="images of one shape"):
         sheet([plain(red), plain(red, height=20)], ["a", "b"], ["base"])
 
 

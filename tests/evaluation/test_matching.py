@@ -48,7 +48,7 @@ def test_an_order_that_is_clear(names):
     [["img_2.png", "img_10.png"], [f"{i}.png" for i in range(12)], ["x9y", "x10a"], ["cat-2.png", "cat.png"]],
 )
 def test_an_order_that_is_not_clear_is_refused(names):
-    with pytest.raises(ValueError, match=r"order is not clear.*--map"):
+    with pytest.raises(ValueError, match=r"order is ambiguous.*--map"):
         in_order(names)
 
 
@@ -56,7 +56,7 @@ def test_counts_that_differ_are_both_named(tmp_path):
     folder = paint(tmp_path / "in", {"a.png": 1, "b.png": 2, "c.png": 3})
     (folder / "d.gif").write_bytes(b"GIF89a")
     (tmp_path / "p.txt").write_text("x\ny\n")
-    with pytest.raises(ValueError, match=r"3 pictures in .*d\.gif, passed over.* but 2 prompts in .*p\.txt"):
+    with pytest.raises(ValueError, match=r"3 images in .*d\.gif, ignored.* but 2 prompts in .*p\.txt"):
         match(folder, str(tmp_path / "p.txt"))
 
 
@@ -106,7 +106,7 @@ def test_pictures_that_carry_their_prompts(tmp_path):
     save_png(
         torch.rand(3, 8, 8), folder / "other.png", '{"3": {"class_type": "KSampler"}}'
     )  # ComfyUI's field
-    with pytest.raises(ValueError, match=r"1 of 3 pictures .* carry no prompt by g2rpo: other\.png; give"):
+    with pytest.raises(ValueError, match=r"1 of 3 images .* carry no prompt by g2rpo: other\.png; give"):
         match(folder)
 
 
@@ -117,7 +117,7 @@ def test_leftovers_of_another_model_are_told(tmp_path):
     found = match(tmp_path)
     assert len(found.items) == 5
     said = "2 by new (0.png …), 3 by old (2.png …); the means are over all of them"
-    assert found.notes == [f"note: pictures of 2 models lie here: {said}"]
+    assert found.notes == [f"note: images of 2 models are here: {said}"]
     for i in range(2, 5):
         (tmp_path / f"{i}.png").unlink()
     assert match(tmp_path).notes == []
@@ -198,6 +198,6 @@ def test_what_cannot_be_read_is_named_before_a_model_is_loaded(tmp_path, monkeyp
     (tmp_path / "m.jsonl").write_text(
         f'{{"file": "good.png", "prompt": "x"}}\n{{"file": "{name}", "prompt": "y"}}'
     )
-    with pytest.raises(ValueError, match=rf"{name} cannot be read as a picture"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as an image"):
         score(tmp_path / "in", ["loads:score"], mapping=str(tmp_path / "m.jsonl"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -175,7 +175,7 @@ def test_rows_are_on_disk_when_a_file_breaks_off(tmp_path, own):
     data = (folder / "2.png").read_bytes()
     (folder / "2.png").write_bytes(data[: len(data) // 2 + 8])  # a good header, then torn data
     (tmp_path / "p.txt").write_text("a\nb\nc\n")
-    with pytest.raises(ValueError, match=r"2\.png cannot be read as a picture"):
+    with pytest.raises(ValueError, match=r"2\.png cannot be read as an image"):
         score(folder, ["own_rewards:red"], prompts="p.txt", out="out", batch=1, say=quiet)
     assert reds(tmp_path / "out") == {"0.png": 0, "1.png": 10}
 
@@ -242,7 +242,7 @@ def test_a_folder_of_scores_belongs_to_its_rewards(tmp_path, own):
         (["--rewards", "verifier", "--prompts", "bad.json"], "bad.json, line 1: not JSON"),
         (["--rewards", "verifier", "--prompts", "p.txt", "--map", "p.txt"], "--prompts or --map, not both"),
         (["--rewards", "verifier", "--images", "nowhere"], "--images nowhere: no such folder"),
-        (["--rewards", "verifier", "--images", "bare"], "no pictures (.png, .jpg, .jpeg, .webp) in bare; "),
+        (["--rewards", "verifier", "--images", "bare"], "no images (.png, .jpg, .jpeg, .webp) in bare; "),
         (["--rewards", "verifier", "--out", "p.txt"], "is a file; name a folder"),
     ],
 )
