@@ -128,8 +128,8 @@ def in_order(names: Sequence[str]) -> list[str]:
             if here != there:
                 raise ValueError(
                     f"the images' order is ambiguous: sorted by characters, {here} has the position "
-                    f"of {there} {how}; give the prompts with --map (columns file and prompt), or name the files "
-                    "with leading zeros"
+                    f"of {there} {how}; give the prompts with --map (columns file and prompt), or name the "
+                    "files with leading zeros"
                 )
     return plain
 
@@ -185,8 +185,8 @@ def _by_their_text(folder: Path, names: list[str]) -> tuple[list[Item], list[str
     if without := [name for name, (prompt, _) in own.items() if prompt is None]:
         raise ValueError(
             f"{len(without)} of {len(names)} images in {folder} carry no prompt by g2rpo: "
-            f"{_first_names(without)}; give --prompts (one per image, in sorted order) or --map (columns file "
-            "and prompt)"
+            f"{_first_names(without)}; give --prompts (one per image, in sorted order) or --map (columns "
+            "file and prompt)"
         )
     items = [Item(name, folder / name, prompt, {}) for name, (prompt, _) in own.items() if prompt is not None]
     return items, _mixed({name: str(info.get("model", "unnamed")) for name, (_, info) in own.items()})

@@ -161,12 +161,12 @@ def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, 
     ("models", "changes", "rewards", "said"),
     [
         (MODELS, {"seed": 8}, REWARDS, "seed: 7 there, 8 given"),
-        (MODELS, {"asked": {"guidance": 2.0}}, REWARDS, "guidance: None there, 2.0 given"),
+        (MODELS, {"conditions": {"guidance": 2.0}}, REWARDS, "guidance: None there, 2.0 given"),
         (MODELS, {"prompts": PROMPTS[:2]}, REWARDS, "prompts: 3 there, 2 given"),
         (MODELS, {"steps": (2,)}, REWARDS, "steps: 1 there, and not given"),
         (MODELS, {}, REWARDS[:1], "rewards: "),
         (MODELS[:1], {}, REWARDS, "models: tiny@g2rpo (tiny@g2rpo) is there, and not given"),
-        (MODELS[::-1], {}, REWARDS, "the first model is tiny there, tiny@g2rpo here"),
+        (MODELS[::-1], {}, REWARDS, "the first model is tiny there, tiny@g2rpo given"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, said):
@@ -235,7 +235,7 @@ def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 0, told.output
     said = " ".join(told.output.split())
-    assert "1 pictures of tiny-2 in 1 steps have no score by own_eval:picky" in said
+    assert "1 images of tiny-2 in 1 steps have no score by own_eval:picky" in said
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["steps"]["1"]
     assert {key: cells["tiny"]["own_eval:picky"][key] for key in ("prompts", "invalid")} == {
         "prompts": 2,
@@ -290,7 +290,7 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
         (["--guidance", "-1"], "Invalid value for '--guidance'"),
         (["tiny@g2rp"], "no embedded model 'tiny@g2rp'; there are: tiny"),
         (["nowhere"], "no model folder 'nowhere'"),
-        (["weights"], "weights holds weights alone; say which model they belong to with --base NAME"),
+        (["weights"], "weights holds only weights; name the model that they belong to with --base NAME"),
         (["other"], "other holds no model_index.json"),
         (["empty_run"], "empty_run holds no checkpoint; train the run further"),
         (["--shift", "0"], "--shift 0: give a number above 0, or pipeline"),
@@ -350,7 +350,7 @@ def test_two_processes_write_what_one_writes(tmp_path, own):
     for code, told in run_processes(2, evaluate_as, str(tmp_path), "two", log=tmp_path / "log"):
         assert code == 0, told
     told = [(tmp_path / "log" / f"process_{rank}.txt").read_text() for rank in range(2)]
-    assert "tiny@g2rpo: 12 pictures" in told[0] and "pictures" not in told[1]
+    assert "tiny@g2rpo: 12 images" in told[0] and "images" not in told[1]
     shares = [[line for line in text.splitlines() if line.startswith("seeds")] for text in told]
     # Of each model 2 x 3 batches: every other one is drawn by the other process.
     assert shares[0] == ["seeds 7 8", "seeds 11 12", "seeds 9 10"] * 2

@@ -80,9 +80,9 @@ def test_a_mapping_pairs_by_file_and_brings_metadata(tmp_path, name, text):
     ("lines", "said"),
     [
         (["gone.png", "a.png", "also.png"], r"2 of 3 files of .*gone\.png, also\.png"),
-        (["a.png", "b.png", "../in/a.png"], r"line 3: \.\./in/a\.png stands in line 1 already"),
-        ([None], r"line 1: a mapping names the picture in `file`; this has none"),
-        ([7], r"this has 7"),
+        (["a.png", "b.png", "../in/a.png"], r"line 3: \.\./in/a\.png is in line 1 already"),
+        ([None], r"line 1: a mapping names the image in `file`; this record has none"),
+        ([7], r"this record has 7"),
     ],
 )
 def test_mappings_that_do_not_fit(tmp_path, lines, said):
