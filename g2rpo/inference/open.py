@@ -140,7 +140,7 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
 
 
 def export_record(path: Path) -> dict[str, Any]:
-    """Reads an export's record: base_model, guidance, resolution, iteration, settings; {} for other models."""
+    """Reads the record of an export: base_model, guidance, resolution, iteration, settings; else {}."""
     file = path / EXPORT_FILE
     if not file.is_file():
         return {}

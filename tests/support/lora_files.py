@@ -211,4 +211,4 @@ def all_refusals(path: Path, base: Path) -> list[str]:
 def doctors_refusal(path: Path, base: Path) -> str:
     rows = verify(path, base=str(base))
     assert {row.status for row in rows} == {"missing"} and {row.name for row in rows} == {path.name}
-    return "\n".join(f"{row.found}; {row.advice}" for row in rows)
+    return "\n".join(f"{row.detail}; {row.advice}" for row in rows)
