@@ -220,7 +220,7 @@ def changes_of(
 def markdown(changes: Sequence[Change]) -> str:
     """Formats the changes as a Markdown table."""
     lines = [
-        "| pictures | reward | n | before | after | difference ± SE | in base std |",
+        "| images | reward | n | before | after | difference ± SE | in base std |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for c in changes:

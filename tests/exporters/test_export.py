@@ -147,7 +147,7 @@ def test_model_card(base, tmp_path):
 def test_what_a_user_can_get_wrong(base, tmp_path):
     run, _ = make_run(tmp_path / "run", base, lora_rank=0)
     for kind in ("lora", "comfyui"):
-        with pytest.raises(ValueError, match="no LoRA; take the layout diffusers or single_file"):
+        with pytest.raises(ValueError, match="no LoRA; use the layout diffusers or single_file"):
             export_run(run, kind=kind)
     with pytest.raises(ValueError, match="kind='onnx': choose one of auto, diffusers, lora, single_file"):
         export_run(run, kind="onnx")

@@ -158,7 +158,7 @@ def test_an_export_of_adapters_opens_on_the_same_weights(base, files, tmp_path, 
     assert "original.safetensors may have terms of its own" in card
     alone = open_policy(out, base=str(base), device="cpu")  # a base that is given is taken as it is
     if kind in ("lora", "comfyui"):
-        assert f"the weights of {files['original']}; this puts them there" in card
+        assert f"the weights of {files['original']}; this command applies them" in card
         assert (velocity(alone) - expected).abs().max() > 0.05
 
 
