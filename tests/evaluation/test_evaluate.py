@@ -77,13 +77,13 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """Seeds of every batch that is drawn; a signal comes before the batch number of drawn.stop."""
+def sampled(monkeypatch):
+    """Seeds of every batch that is sampled; a signal comes before the batch number of sampled.stop."""
 
-    class Drawn(list):
+    class Sampled(list):
         stop = None
 
-    seen, real = Drawn(), lineup.sample_images
+    seen, real = Sampled(), lineup.sample_images
 
     def counting(policy, prompts, **given):
         if seen.stop == len(seen):
@@ -104,10 +104,10 @@ def files(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
+def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, sampled):
     done = evaluate(MODELS, request(), REWARDS, out="out", say=quiet)
     seeds = [[7, 8, 9, 10], [11, 12]]
-    assert drawn == [(steps, batch) for _ in MODELS for steps in (1, 2) for batch in seeds]
+    assert sampled == [(steps, batch) for _ in MODELS for steps in (1, 2) for batch in seeds]
     rows = table(tmp_path / "out")
     assert [(r["model"], r["steps"], r["index"]) for r in rows] == [
         (model, steps, str(i)) for model in MODELS for steps in "12" for i in range(6)
@@ -130,8 +130,8 @@ def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
     gap = difference_over_prompts(scores("tiny@g2rpo"), scores("tiny"))
     assert done.differences[2, "tiny@g2rpo", "own_eval:red"] == gap and gap.mean != 0
     assert done.means[2, "tiny", "own_eval:red"] == mean_over_prompts(scores("tiny"))
-    told = json.loads((tmp_path / "out" / "results.json").read_text())
-    cell = told["steps"]["2"]["tiny@g2rpo"]["own_eval:red"]
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    cell = result["steps"]["2"]["tiny@g2rpo"]["own_eval:red"]
     assert cell["difference"]["low"] == gap.low and cell["difference"]["prompts"] == 3
     text = (tmp_path / "out" / "results.md").read_text()
     assert f"({gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])" in text and "## 1 steps" in text
@@ -140,19 +140,19 @@ def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
         assert grid.height > 3 * 176 and grid.width > 2 * 176
 
 
-def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, drawn):
+def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, sampled):
     few = request(steps=(2,), num_images=1)
     evaluate(["tiny"], few, REWARDS, out="out", say=quiet)
     before = files(tmp_path / "out")
-    drawn.clear(), own.CALLS.clear()
+    sampled.clear(), own.CALLS.clear()
     evaluate(["tiny"], few, REWARDS, out="out", say=quiet)
-    assert not drawn and not own.CALLS and files(tmp_path / "out") == before
+    assert not sampled and not own.CALLS and files(tmp_path / "out") == before
     evaluate(MODELS, request(num_images=1), REWARDS, out="out", say=quiet)
-    assert Counter(steps for steps, _ in drawn) == {1: 2, 2: 1} and len(own.CALLS) == 3
+    assert Counter(steps for steps, _ in sampled) == {1: 2, 2: 1} and len(own.CALLS) == 3
     (tmp_path / "out" / "tiny" / "2" / "00001.png").unlink()
-    drawn.clear(), own.CALLS.clear()
+    sampled.clear(), own.CALLS.clear()
     evaluate(MODELS, request(num_images=1), REWARDS, out="out", say=quiet)
-    assert drawn == [(2, [7, 8, 9])] and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]]
+    assert sampled == [(2, [7, 8, 9])] and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]]
     evaluate(MODELS, request(num_images=1), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
@@ -172,7 +172,7 @@ def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, 
 def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, said):
     (tmp_path / "out").mkdir()
     first = lineup.Lineup(
-        "evaluation", MODELS, request(), tmp_path / "out", more={"rewards": judges(REWARDS)}
+        "evaluation", MODELS, request(), tmp_path / "out", more={"rewards": reward_identities(REWARDS)}
     )
     first.write()
     before = files(tmp_path / "out")
@@ -181,7 +181,7 @@ def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, sai
     assert said in str(refused.value) and files(tmp_path / "out") == before
 
 
-def judges(names):
+def reward_identities(names):
     from g2rpo.evaluation.score_folder import code_hash
 
     return {name: {"options": {}, "code": code_hash(name)} for name in names}
@@ -199,14 +199,14 @@ def test_a_model_that_changed_is_refused(tmp_path, own):
         lineup.Lineup("gallery", ["tiny"], request(), tmp_path / "out")
 
 
-def test_interrupted_it_goes_on(tmp_path, own, drawn):
+def test_interrupted_it_goes_on(tmp_path, own, sampled):
     given = {"out": tmp_path / "out", "say": quiet}
-    drawn.stop = 3  # within the first model's second number of steps
+    sampled.stop = 3  # within the first model's second number of steps
     assert evaluate(MODELS, request(), REWARDS, **given).interrupted
-    assert len(drawn) == 3 and not own.CALLS and not (tmp_path / "out" / "results.md").exists()
-    drawn.stop, own.STOP_AFTER[0] = None, 3  # while the third batch is scored
+    assert len(sampled) == 3 and not own.CALLS and not (tmp_path / "out" / "results.md").exists()
+    sampled.stop, own.STOP_AFTER[0] = None, 3  # while the third batch is scored
     assert evaluate(MODELS, request(), REWARDS, **given).interrupted
-    assert len(drawn) == 4 and len(table(tmp_path / "out")) == 6
+    assert len(sampled) == 4 and len(table(tmp_path / "out")) == 6
     own.STOP_AFTER[0] = None
     # As if the power had failed: a part of a row, the last number of which is cut.
     head, *rows = (tmp_path / "out" / "scores.csv").read_text().splitlines(keepends=True)
@@ -214,7 +214,7 @@ def test_interrupted_it_goes_on(tmp_path, own, drawn):
     (tmp_path / "out" / "scores.part-0.csv").write_text(head + rows[3] + rows[4].rstrip()[:-3])
     own.CALLS.clear()
     assert not evaluate(MODELS, request(), REWARDS, **given).interrupted
-    assert len(drawn) == 8 and [len(prompts) for prompts, _ in own.CALLS] == [2, 4, 2, 4, 2, 4, 2]
+    assert len(sampled) == 8 and [len(prompts) for prompts, _ in own.CALLS] == [2, 4, 2, 4, 2, 4, 2]
     evaluate(MODELS, request(), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
@@ -232,9 +232,9 @@ def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
     (tmp_path / "p.txt").write_text("\n".join(TEXTS))
     words = ["evaluate", "tiny", "tiny", "--prompts", "p.txt", "--steps", "1", "--device", "cpu"]
     words += ["--rewards", ",".join(REWARDS), "--out", "out"]
-    told = CliRunner().invoke(app, words)
-    assert told.exit_code == 0, told.output
-    said = " ".join(told.output.split())
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
     assert "1 images of tiny-2 in 1 steps have no score by own_eval:picky" in said
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["steps"]["1"]
     assert {key: cells["tiny"]["own_eval:picky"][key] for key in ("prompts", "invalid")} == {
@@ -245,11 +245,11 @@ def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
     assert (gap["mean"], gap["low"], gap["high"], gap["prompts"], gap["invalid"]) == (0, 0, 0, 2, 1)
     own.CALLS.clear()
     own.BROKEN[:] = TEXTS
-    told = CliRunner().invoke(app, words)  # only what failed is judged again
-    assert told.exit_code == 0 and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]] * 2
+    result = CliRunner().invoke(app, words)  # only what failed is scored again
+    assert result.exit_code == 0 and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]] * 2
     own.BROKEN[:] = TEXTS
-    told = CliRunner().invoke(app, [*words[:-1], "none"])
-    assert told.exit_code == 1
+    result = CliRunner().invoke(app, [*words[:-1], "none"])
+    assert result.exit_code == 1
     cell = json.loads((tmp_path / "none" / "results.json").read_text())["steps"]["1"]["tiny"]
     assert cell["own_eval:picky"]["mean"] is None and cell["own_eval:picky"]["invalid"] == 3
     assert math.isfinite(cell["own_eval:red"]["mean"])
@@ -264,11 +264,11 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
 
     monkeypatch.setattr(sampling, "open_policy", opening)
     monkeypatch.setattr(lineup, "own_conditions", lambda model: {"guidance": 1.5} if "@" in model else {})
-    told = []
-    evaluate(MODELS, request(steps=(1,), num_images=1), REWARDS[:1], out="out", say=told.append)
+    lines = []
+    evaluate(MODELS, request(steps=(1,), num_images=1), REWARDS[:1], out="out", say=lines.append)
     assert [model for model, _ in opened] == MODELS and opened[1][1]["guidance"] == 3.5
     assert (
-        "tiny@g2rpo: 3 images to sample, with guidance 3.5 (its own: 1.5), as tiny, or as requested" in told
+        "tiny@g2rpo: 3 images to sample, with guidance 3.5 (its own: 1.5), as tiny, or as requested" in lines
     )
     asked = request(steps=(1,), num_images=1, conditions={"guidance": 2.0, "resolution": None})
     evaluate(MODELS, asked, REWARDS[:1], out="asked", say=quiet)
@@ -307,8 +307,8 @@ def test_mistakes_are_told_before_a_model_is_opened(tmp_path, monkeypatch, words
         (tmp_path / file).touch()
     given = {"--rewards": "verifier", "--prompts": "p.txt", "--steps": "1"}
     words = [*words, *(word for key in given if key not in words for word in (key, given[key]))]
-    told = CliRunner().invoke(app, ["evaluate", "tiny", *words])
-    assert told.exit_code == 2 and said in told.output.replace("\n", ""), told.output
+    result = CliRunner().invoke(app, ["evaluate", "tiny", *words])
+    assert result.exit_code == 2 and said in result.output.replace("\n", ""), result.output
     assert sorted(os.listdir(tmp_path)) == ["empty.txt", "empty_run", "other", "p.txt", "weights"]
 
 
@@ -347,12 +347,12 @@ def evaluate_as(folder, out):
 
 def test_two_processes_write_what_one_writes(tmp_path, own):
     evaluate(MODELS, request(batch=2), REWARDS, out="one", say=quiet)
-    for code, told in run_processes(2, evaluate_as, str(tmp_path), "two", log=tmp_path / "log"):
-        assert code == 0, told
-    told = [(tmp_path / "log" / f"process_{rank}.txt").read_text() for rank in range(2)]
-    assert "tiny@g2rpo: 12 images" in told[0] and "images" not in told[1]
-    shares = [[line for line in text.splitlines() if line.startswith("seeds")] for text in told]
-    # Of each model 2 x 3 batches: every other one is drawn by the other process.
+    for code, output in run_processes(2, evaluate_as, str(tmp_path), "two", log=tmp_path / "log"):
+        assert code == 0, output
+    outputs = [(tmp_path / "log" / f"process_{rank}.txt").read_text() for rank in range(2)]
+    assert "tiny@g2rpo: 12 images" in outputs[0] and "images" not in outputs[1]
+    shares = [[line for line in text.splitlines() if line.startswith("seeds")] for text in outputs]
+    # Of each model 2 x 3 batches: every other one is sampled by the other process.
     assert shares[0] == ["seeds 7 8", "seeds 11 12", "seeds 9 10"] * 2
     assert shares[1] == ["seeds 9 10", "seeds 7 8", "seeds 11 12"] * 2
     one, two = files(tmp_path / "one"), files(tmp_path / "two")

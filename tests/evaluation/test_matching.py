@@ -93,7 +93,7 @@ def test_mappings_that_do_not_fit(tmp_path, lines, said):
         match(folder, mapping=str(tmp_path / "m.jsonl"))
 
 
-def test_pictures_that_carry_their_prompts(tmp_path):
+def test_images_that_carry_their_prompts(tmp_path):
     folder = tmp_path / "in"
     for i, prompt in enumerate(["one", "two"]):
         save_png(torch.rand(3, 8, 8), folder / f"{i}.png", prompt, {"seed": i})
@@ -110,8 +110,8 @@ def test_pictures_that_carry_their_prompts(tmp_path):
         match(folder)
 
 
-def test_leftovers_of_another_model_are_told(tmp_path):
-    """As `sample` leaves them that drew fewer pictures into the same folder than the call before."""
+def test_leftovers_of_another_model_are_reported(tmp_path):
+    """As `sample` leaves them that made fewer images into the same folder than the call before."""
     for i in range(5):
         save_png(torch.rand(3, 8, 8), tmp_path / f"{i}.png", "x", {"model": "old" if i > 1 else "new"})
     found = match(tmp_path)

@@ -29,11 +29,11 @@ def test_nothing_valid_is_no_number():
     assert gap.mean == 0.5 and math.isnan(gap.low) and math.isnan(gap.high)
 
 
-def test_differences_are_between_pictures_of_one_seed():
+def test_differences_are_between_images_of_one_seed():
     scores = np.array([[1.0, 9.0], [4.0, 6.0], [5.0, NAN]])
     reference = np.array([[0.5, NAN], [3.0, 3.0], [NAN, 1.0]])
     gap = difference_over_prompts(scores, reference)
-    # 0.5 (the second picture has no partner), (1 + 3) / 2; the third prompt has no pair
+    # 0.5 (the second image has no partner), (1 + 3) / 2; the third prompt has no pair
     assert gap.mean == pytest.approx(1.25) and (gap.prompts, gap.invalid) == (2, 3)
     assert gap.standard_error == pytest.approx(0.75)
     # Of two values each resample's mean is 0.5, 1.25 or 2, with probability 1/4, 1/2, 1/4.
@@ -59,7 +59,7 @@ def test_the_interval_is_the_middle_of_the_resampled_means():
     assert low < narrow[0] < narrow[1] < high
 
 
-def test_intervals_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
+def test_intervals_do_not_depend_on_how_many_are_resampled_at_once(monkeypatch):
     values = np.random.default_rng(0).normal(size=7)
     whole = interval(values, resamples=1000)
     monkeypatch.setattr("g2rpo.evaluation.stats._RESAMPLED_AT_ONCE", 7 * 64)
