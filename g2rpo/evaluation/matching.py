@@ -85,7 +85,7 @@ def match(folder: Path, prompts: str | None = None, mapping: str | None = None) 
     if prompts is not None:
         return Matched(_by_order(folder, names, others, prompts), prompts, notes)
     items, mixed = _by_their_text(folder, names)
-    return Matched(items, "the images' own", notes + mixed)
+    return Matched(items, "the pictures' own", notes + mixed)
 
 
 def _image_names(folder: Path) -> tuple[list[str], list[str], list[str]]:
