@@ -85,7 +85,7 @@ def evaluate(
     options: Sequence[str] = (),
     labels: Sequence[str] | None = None,
     out: "str | Path" = "evaluation",
-    **drawing: Any,
+    **sampling: Any,
 ) -> "Evaluated":
     """Scores models on the same prompts and seeds, as `g2rpo evaluate` does.
 
@@ -96,17 +96,17 @@ def evaluate(
         steps: numbers of denoising steps, each an evaluation of its own.
         guidance, resolution, precision: of all models; None: the first one's.
         labels: names of the models in tables. out: folder of tables and pictures.
-        drawing: num_images, seed, shift, base, device and batch of `g2rpo.evaluation.lineup.Drawing`.
+        sampling: num_images, seed, shift, base, device and batch of `g2rpo.inference.sample.SampleRequest`.
 
     Raises:
         ValueError: anything wrong with the arguments, before a model is loaded.
     """
     from g2rpo.data.prompts import as_prompts, read_prompts
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models
-    from g2rpo.evaluation.lineup import Drawing
+    from g2rpo.inference.sample import SampleRequest
 
     found = read_prompts(prompts)[0] if isinstance(prompts, str) else as_prompts(prompts)
-    asked = {"guidance": guidance, "resolution": resolution, "precision": precision}
-    wanted = Drawing(tuple(found[:limit]), tuple(steps), asked=asked, **drawing)
+    conditions = {"guidance": guidance, "resolution": resolution, "precision": precision}
+    request = SampleRequest(tuple(found[:limit]), tuple(steps), conditions=conditions, **sampling)
     names = [str(model) for model in models]
-    return evaluate_models(names, wanted, list(rewards), options=options, labels=labels, out=out)
+    return evaluate_models(names, request, list(rewards), options=options, labels=labels, out=out)

@@ -44,7 +44,7 @@ def doctor(
         from g2rpo.setup.doctor import report
 
         findings = report(out)
-    found = [(r.name, r.status, r.found, r.advice) for r in findings]
+    found = [(r.name, r.status, r.detail, r.advice) for r in findings]
     show(("", "status", "found", "advice"), found, fold=("found",))
     if any(row.status == "missing" for row in findings):
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ import typer
 from g2rpo.cli.console import folder_to_write, positive_number, quiet_other_packages, texts_of
 
 if TYPE_CHECKING:
-    from g2rpo.evaluation.lineup import Drawing
+    from g2rpo.inference.sample import SampleRequest
 
 
 Models = Annotated[
@@ -49,7 +49,7 @@ def drawing_of(
     steps: str,
     shift: str,
     **others: Any,
-) -> "Drawing":
+) -> "SampleRequest":
     """What the options ask for; everything that is wrong with them is told before a model is loaded."""
     try:
         numbers = tuple(int(part) for part in steps.split(","))
@@ -70,9 +70,9 @@ def drawing_of(
         raise ValueError("no prompts: give --prompt TEXT, or --prompts with a file or world:NAME")
     folder_to_write(out, "--out")
     quiet_other_packages()
-    from g2rpo.evaluation.lineup import Drawing
+    from g2rpo.inference.sample import SampleRequest
 
-    return Drawing(tuple(found[:limit]), numbers, shift=number, **others)
+    return SampleRequest(tuple(found[:limit]), numbers, shift=number, **others)
 
 
 def first_process() -> bool:

@@ -83,7 +83,7 @@ def evaluate(
         batch=batch,
         then=then,
         first_share=first_share,
-        asked={"guidance": guidance, "resolution": resolution, "precision": precision},
+        conditions={"guidance": guidance, "resolution": resolution, "precision": precision},
     )
     sys.path.append(os.getcwd())
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models

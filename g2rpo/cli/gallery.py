@@ -72,7 +72,7 @@ def gallery(
         batch=batch,
         then=then,
         first_share=first_share,
-        asked={"guidance": guidance, "resolution": resolution, "precision": precision},
+        conditions={"guidance": guidance, "resolution": resolution, "precision": precision},
     )
     from g2rpo.evaluation.gallery import gallery as draw_gallery
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,19 +56,23 @@ def sample(
     if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a look at once
         prompts, limit = "world:heldout", limit or 8
     texts = texts_of(prompt or [], prompts)[:limit]
-    number = 3.0 if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
+    number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     folder = folder_to_write(out, "--out")
     quiet_other_packages()
-    from g2rpo.inference.sample import SampleRequest, draw
+    from g2rpo.data.prompts import Prompt
+    from g2rpo.inference.sample import SampleRequest, sample_to_folder, share_of_first
 
-    asked: dict[str, Any] = {"precision": precision, "guidance": guidance, "resolution": resolution}
-    draw(
-        model,
-        SampleRequest(tuple(texts), num_images, steps, number, seed, batch),
-        folder,
-        pipeline=shift == "pipeline",
-        first_steps=first_steps,
+    request = SampleRequest(
+        tuple(Prompt(text, {}, index) for index, text in enumerate(texts)),
+        steps=(steps,),
+        num_images=num_images,
+        seed=seed,
+        shift=number,
+        conditions={"precision": precision, "guidance": guidance, "resolution": resolution},
+        base=base,
+        device=device,
+        batch=batch,
         then=then,
-        compare=compare,
-        open_with={"base": base, "device": device, **asked},
+        first_share=share_of_first(first_steps, then, steps),
     )
+    sample_to_folder(model, request, folder, compare=compare)

@@ -59,4 +59,4 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
 
 def _scores(c: Change) -> tuple[str, ...]:
     numbers = (f"{c.before:.4f}", f"{c.after:.4f}", f"{c.difference:+.4f}", f"{c.difference_se:.4f}")
-    return (c.pictures, c.reward + " *" * c.trained, *numbers, str(c.num))
+    return (c.image_set, c.reward + " *" * c.trained, *numbers, str(c.num))

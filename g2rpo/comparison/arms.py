@@ -1,4 +1,4 @@
-"""Arms of a comparison from words: `NAME=RECIPE KEY=VALUE ...`, times the values of `--vary KEY=V1,V2`."""
+"""Arms of a comparison from arguments: `NAME=RECIPE KEY=VALUE ...`, times `--vary KEY=V1,V2`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from g2rpo.config.load import Settings, load_settings, read_settings
 from g2rpo.config.recipe import DEFAULT_RECIPE, parse_value
 
 NAME = re.compile(r"\w[\w.+-]*")
-# What compare itself decides: which seed, which folder, and that a run goes on to its end.
+# Settings that `compare` itself decides: the seed, the folder, and that every run is trained to its end.
 OWN = {"seed": "--seeds", "out": "--out", "resume": "", "stop_after": ""}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One method: a recipe with overrides (`key=value`), the later ones winning."""
+    """One method of a comparison.
+
+    Attributes:
+        name: unique in the comparison.
+        recipe: name or path.
+        overrides: `key=value`; later ones take precedence.
+    """
 
     name: str
     recipe: str
@@ -27,18 +33,18 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """Its name as that of a folder."""
+        """The arm's name as a valid folder name."""
         return re.sub(r"[^\w.=,+-]+", "_", self.name)
 
     def words(self, seed: int, out: Path) -> list[str]:
-        """Its overrides for one seed."""
+        """Returns the arm's overrides for one seed and run folder."""
         return [*self.overrides, f"seed={seed}", f"out={_quoted(out)}"]
 
     def settings(self, seed: int, out: Path) -> Settings:
-        """Checked settings of one run.
+        """Returns the validated settings of one run.
 
         Raises:
-            ValueError: as load_settings, with the arm's name before it.
+            ValueError: as `load_settings`; the message begins with the arm's name.
         """
         try:
             return load_settings(self.recipe, self.words(seed, out))
@@ -47,15 +53,15 @@ class Arm:
 
 
 def _quoted(path: Path) -> str:
-    """A path that TOML would read as something else, such as `1e5`, is put in quotes."""
+    """Quotes a path that TOML would read as another type, such as `1e5`."""
     text = str(path)
     return text if parse_value(text) == text else f"'{text}'"
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Parts between separators (" " = any white space) that stand outside brackets, braces and quotes.
+    """Splits text at separators outside brackets, braces and quotes; " " means any white space.
 
-    Quotes stay: they are TOML's. Empty parts are left out for white space.
+    Quotes are kept, because they belong to TOML. With white space, empty parts are left out.
     """
     parts, depth, quote = [""], 0, ""
     for letter in text:
@@ -75,10 +81,10 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 
 def read_arm(text: str) -> Arm:
-    """`NAME=RECIPE KEY=VALUE ...`.
+    """Parses `NAME=RECIPE KEY=VALUE ...`.
 
     Raises:
-        ValueError: no such form.
+        ValueError: the text does not have this form.
     """
     words = split_outside(text, " ")
     name, equals, recipe = (words[0] if words else "").partition("=")
@@ -91,40 +97,40 @@ def read_arm(text: str) -> Arm:
 
 
 def _bare(word: str) -> str:
-    """`'key=value'`, quoted as a shell would want it, without its quotes."""
+    """Removes the quotes around `'key=value'`, which a shell may need."""
     inner = word[1:-1]
     return inner if word[0] in "\"'" and word == word[0] + inner + word[0] and word[0] not in inner else word
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Recipes and `key=value` among the words; a path that holds `=` after a slash is a recipe."""
+    """Separates recipes from `key=value` overrides; a path with `=` after a slash is a recipe."""
     recipes = [word for word in words if "=" not in word or "/" in word.partition("=")[0]]
     return recipes, [word for word in words if word not in recipes]
 
 
 def read_vary(texts: Sequence[str]) -> list[list[str]]:
-    """`lr=1e-5,3e-5` -> ["lr=1e-5", "lr=3e-5"], for each.
+    """Expands each text, such as `lr=1e-5,3e-5` into ["lr=1e-5", "lr=3e-5"].
 
     Raises:
-        ValueError: no key, a key twice, or fewer than two values.
+        ValueError: no key, a repeated key, or fewer than two different values.
     """
-    found: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
         parts = [value.strip() for value in split_outside(values, ",")]
         if not equals or not key.strip() or len(parts) < 2 or not all(parts) or len(set(parts)) < len(parts):
             raise ValueError(f"--vary {text!r} is not KEY=V1,V2 with two or more different values")
-        if key.strip() in found:
-            raise ValueError(f"--vary {key.strip()} is given twice; write all its values in one")
-        found[key.strip()] = [f"{key.strip()}={value}" for value in parts]
-    return list(found.values())
+        if key.strip() in choices:
+            raise ValueError(f"--vary {key.strip()} is given twice; list all its values in one --vary")
+        choices[key.strip()] = [f"{key.strip()}={value}" for value in parts]
+    return list(choices.values())
 
 
 def read_seeds(text: str) -> list[int]:
-    """`0,1,2`.
+    """Parses seeds such as `0,1,2`.
 
     Raises:
-        ValueError: none, one twice, or not whole numbers from 0 on.
+        ValueError: no seeds, a repeated seed, or anything but integers >= 0.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
@@ -136,12 +142,18 @@ def read_seeds(text: str) -> list[int]:
 
 
 def read_arms(arms: Sequence[str], words: Sequence[str], vary: Sequence[str]) -> list[Arm]:
-    """All arms: those of --arm, the recipes among the words by their file's name, times --vary.
+    """Returns all arms: those of --arm and the recipes among `words`, each times the values of --vary.
 
-    Overrides among the words hold for every arm, an arm's own win over them, and those of --vary over all.
+    Overrides among `words` apply to every arm; an arm's own overrides take precedence over them, and those of
+    --vary over both.
+
+    Args:
+        arms: texts as in `read_arm`.
+        words: recipes, named after their files, and `key=value` overrides.
+        vary: texts as in `read_vary`.
 
     Raises:
-        ValueError: a word that is no such thing, a name twice, or a setting that is not an arm's.
+        ValueError: an invalid argument, a repeated name, or a setting that `compare` decides itself.
     """
     recipes, common = read_words(words)
     base = [read_arm(text) for text in arms]
@@ -149,36 +161,40 @@ def read_arms(arms: Sequence[str], words: Sequence[str], vary: Sequence[str]) ->
     choices = list(itertools.product(*read_vary(vary)))
     if not base and any(choices):
         base = [Arm(DEFAULT_RECIPE, DEFAULT_RECIPE, ())]
-    found = [
+    expanded = [
         Arm(" ".join([arm.name, *choice]), arm.recipe, (*common, *arm.overrides, *choice))
         for arm in base
         for choice in choices
     ]
-    for arm in found:
+    for arm in expanded:
         for word in arm.overrides:
             key = word.partition("=")[0].strip()
             if key in OWN:
-                instead = f"; it is given by {OWN[key]}" if OWN[key] else "; every run goes to its end"
-                raise ValueError(f"arm {arm.name}: {key} is not an arm's to set{instead}")
-    check_names([arm.name for arm in found], [arm.folder for arm in found])
-    return found
+                instead = f"; it is given by {OWN[key]}" if OWN[key] else "; every run is trained to its end"
+                raise ValueError(f"arm {arm.name}: {key} cannot be set per arm{instead}")
+    check_names([arm.name for arm in expanded], [arm.folder for arm in expanded])
+    return expanded
 
 
 def check_names(*kinds: Sequence[str]) -> None:
-    """Raises ValueError where one stands twice."""
+    """Checks that names are unique.
+
+    Raises:
+        ValueError: a name is repeated within one of the sequences.
+    """
     for names in kinds:
         for name, count in Counter(names).items():
             if count > 1:
-                raise ValueError(f"{count} arms are called {name!r}; give each a name of its own")
+                raise ValueError(f"{count} arms are called {name!r}; give each its own name")
 
 
 def read_runs(texts: Sequence[str]) -> dict[str, dict[int, Path]]:
-    """`NAME=FOLDER`, several times -> name -> seed -> run folder.
+    """Parses texts `NAME=FOLDER` into name -> seed -> run folder.
 
     Raises:
-        ValueError: no such form, no run folder, or one seed twice in an arm.
+        ValueError: a text of another form, no run folder, or a repeated seed in an arm.
     """
-    found: dict[str, dict[int, Path]] = {}
+    folders: dict[str, dict[int, Path]] = {}
     for text in texts:
         name, equals, folder = text.partition("=")
         if not equals or not folder or not NAME.fullmatch(name):
@@ -187,8 +203,8 @@ def read_runs(texts: Sequence[str]) -> dict[str, dict[int, Path]]:
         seed = read_settings(path).seed
         if not (path / "metrics.jsonl").is_file():
             raise ValueError(f"--run {text}: {path} holds no metrics.jsonl; was it trained?")
-        seeds = found.setdefault(name, {})
+        seeds = folders.setdefault(name, {})
         if seed in seeds:
             raise ValueError(f"--run {text}: {seeds[seed]} is seed {seed} of {name} already")
         seeds[seed] = path
-    return found
+    return folders

@@ -1,9 +1,9 @@
-"""Several methods side by side: trains arms x seeds by the ordinary trainer, and reports on equal cost.
+"""Compares methods: trains arms x seeds with the ordinary trainer, and reports values at equal cost.
 
-    DIR/runs/<arm>/<seed>    ordinary run folders      DIR/logs/    what they printed
+    DIR/runs/<arm>/<seed>    ordinary run folders      DIR/logs/    output of the runs
     DIR/compare.json         arms and their folders    DIR/compare.md .csv, curves.png .svg, index.html
 
-The same command goes on where it was: what is finished is not trained again.
+The same command continues an interrupted comparison; finished runs are not trained again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from g2rpo.comparison.tables import (
     settings_table,
     value_table,
     warning,
-    whole,
     write_csv,
     write_markdown,
 )
@@ -37,13 +36,21 @@ from g2rpo.config.load import Settings, read_settings
 from g2rpo.evaluation.monitor import is_evaluation
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import checkpoint_to_resume, is_finished
+from g2rpo.runtime.files import write_atomic
 
 RECORD = "compare.json"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` left: its folder, failed runs with the reason, and each metric's table of values."""
+    """Result of `compare`.
+
+    Attributes:
+        out: the folder of the comparison.
+        failed: title of each failed run -> reason.
+        interrupted: a signal stopped the training.
+        values: metric -> its table of values.
+    """
 
     out: Path
     failed: dict[str, str]
@@ -64,27 +71,30 @@ def compare(
     say: Callable[[str], None] = print,
     prepare: Callable[[], None] | None = None,
 ) -> Comparison:
-    """Trains what is missing and writes the report.
+    """Trains the missing runs and writes the report.
 
     Args:
-        out: folder of it all. arms, seeds: what to train. runs: `NAME=FOLDER` of runs that exist.
-        jobs: runs at a time. window: of the trailing mean over training rewards, in iterations.
-        report_only: train nothing; without arms and runs, those of an earlier call.
-        command: how it was called, for the report.
-        say, prepare: as in train_side_by_side.
+        out: folder of runs, logs and report.
+        arms, seeds: what to train.
+        runs: `NAME=FOLDER` of existing runs.
+        jobs: number of runs that are trained at the same time.
+        window: of the trailing mean over training rewards, in iterations.
+        report_only: train nothing; without arms and runs, report on those of an earlier call.
+        command: the command line, for the report.
+        say, prepare: as in `train_side_by_side`.
 
     Raises:
-        ValueError: settings that do not fit or folders of other runs, before anything is trained; nothing
-            measured to report on.
+        ValueError: invalid settings, or folders of other runs, before anything is trained; or no run has
+            metrics to report on.
     """
     if arms and not seeds:
         raise ValueError("no seeds: give --seeds, such as --seeds 0,1,2")
-    given = read_runs(runs)
-    check_names([*(arm.name for arm in arms), *given])
+    existing = read_runs(runs)
+    check_names([*(arm.name for arm in arms), *existing])
     commands = [command] if command else []
     folders: dict[str, dict[int, Path]] = {}
     todo = [(arm, seed, out / "runs" / arm.folder / str(seed)) for seed in seeds for arm in arms]
-    # All of the settings first: nothing is trained if one of the runs cannot be.
+    # All settings first: nothing is trained if one of the runs is invalid.
     planned = [(arm, seed, arm.settings(seed, folder)) for arm, seed, folder in todo]
     jobs_left = []
     for arm, seed, settings in planned:
@@ -95,7 +105,7 @@ def compare(
             jobs_left.append(Job(f"{arm.name}, seed {seed}", settings, log))
         words = ["g2rpo", "train", arm.recipe, *arm.words(seed, Path(settings.out))]
         commands.append(shlex.join(words))
-    folders |= given
+    folders |= existing
     if not folders:
         if not report_only:
             raise ValueError("nothing to compare: give recipes or --arm with --seeds, or --run NAME=FOLDER")
@@ -104,10 +114,11 @@ def compare(
     record = {
         "commands": commands,
         "arms": {
-            name: {str(seed): _from(out, path) for seed, path in one.items()} for name, one in folders.items()
+            name: {str(seed): _recorded_path(out, path) for seed, path in seeds_of.items()}
+            for name, seeds_of in folders.items()
         },
     }
-    whole(out / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(out / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     failed: dict[str, str] = {}
     if jobs_left and not report_only:
         if done := len(planned) - len(jobs_left):
@@ -120,16 +131,16 @@ def compare(
     try:
         compared = measured(folders, settings_of, window, commands, failed)
     except NothingMeasured:
-        if failed:  # their reasons say more
+        if failed:  # the reasons of the failures are more informative
             return Comparison(out, failed, False)
         raise
-    if amiss := warning(compared):
-        say(f"note: {amiss}")
+    if text := warning(compared):
+        say(f"note: {text}")
     return Comparison(out, failed, False, report(out, compared))
 
 
 class NothingMeasured(ValueError):
-    """No run has a line of metrics yet."""
+    """No run has written a line of metrics yet."""
 
 
 def _check(arm: Arm, settings: Settings) -> None:
@@ -143,7 +154,7 @@ def _check(arm: Arm, settings: Settings) -> None:
         if there and here and (differ := _differences(there, here)):
             raise ValueError(
                 f"arm {arm.name}: {folder} was evaluated in another way, and one curve cannot hold both: "
-                f"{differ}. Give the same settings, or another --out"
+                f"{differ}. Give the same settings, or name another --out"
             )
 
 
@@ -153,8 +164,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     )
 
 
-def _from(out: Path, path: Path) -> str:
-    """A run's folder as the record keeps it: of one inside `out`, from there, so that both can be moved."""
+def _recorded_path(out: Path, path: Path) -> str:
+    """A run's folder as the record stores it: relative if it is inside `out`, so that both can be moved."""
     absolute, base = path.expanduser().absolute(), out.absolute()
     return str(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
 
@@ -168,7 +179,7 @@ def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         arms = record["arms"]
-        folders = {name: {int(s): out / p for s, p in one.items()} for name, one in arms.items()}
+        folders = {name: {int(s): out / p for s, p in paths.items()} for name, paths in arms.items()}
         return folders, list(record["commands"])
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a record of a comparison ({error}); name the arms again") from error
@@ -181,22 +192,30 @@ def measured(
     commands: Sequence[str] = (),
     failed: Mapping[str, str] | None = None,
 ) -> Compared:
-    """Reads the run folders, arm -> seed -> folder; `planned` are the settings of arms without a run yet.
+    """Reads the metrics and settings of the runs.
+
+    Args:
+        folders: arm -> seed -> run folder.
+        planned: arm -> its settings, for arms without a run yet.
+        window: of the trailing mean over training rewards, in iterations.
+        commands: for the report.
+        failed: title of each failed run -> reason.
 
     Raises:
-        ValueError: runs of one arm that differ in more than the seed, or no measured value at all.
+        ValueError: runs of one arm differ in more than the seed.
+        NothingMeasured: no run has metrics.
     """
     arms: dict[str, dict[int, MeasuredRun]] = {}
     settings: dict[str, Any] = {}
     for name, seeds in folders.items():
         arms[name] = {}
         there = {seed: read_settings(p) for seed, p in seeds.items() if (p / "config.toml").is_file()}
-        for seed, one in there.items():
-            _same_arm(name, one, next(iter(there.values())), seeds[seed])
+        for seed, run_settings in there.items():
+            _check_same_arm(name, run_settings, next(iter(there.values())), seeds[seed])
         first = next(iter(there.values()), planned.get(name))
         settings[name] = (
             {k: v for k, v in first.resolved().model_dump().items() if k not in ("seed", "out")}
-            if (first)
+            if first
             else {}
         )
         for seed, path in seeds.items():
@@ -209,15 +228,15 @@ def measured(
     return compared
 
 
-def _same_arm(name: str, one: Settings, first: Settings, path: Path) -> None:
-    differ = _differences(identity(first) | {"seed": 0}, identity(one) | {"seed": 0})
-    there, here = evaluation_identity(first), evaluation_identity(one)
+def _check_same_arm(name: str, settings: Settings, first: Settings, path: Path) -> None:
+    differ = _differences(identity(first) | {"seed": 0}, identity(settings) | {"seed": 0})
+    there, here = evaluation_identity(first), evaluation_identity(settings)
     if there and here:
         differ = "; ".join(filter(None, (differ, _differences(there, here))))
     if differ:
         raise ValueError(
             f"runs of arm {name} may differ in the seed alone; {path} has other settings than the first: "
-            f"{differ}. Give them names of their own"
+            f"{differ}. Give them different names"
         )
 
 
@@ -243,7 +262,11 @@ def _run(path: Path, settings: Settings | None, reason: str | None) -> MeasuredR
 
 
 def report(out: Path, compared: Compared) -> dict[str, Table]:
-    """Writes compare.md and .csv, curves.png and .svg, and index.html; metric -> its table of values."""
+    """Writes compare.md and .csv, curves.png and .svg, and index.html.
+
+    Returns:
+        Metric -> its table of values.
+    """
     metrics = compared.metrics()
     values = [value_table(compared, metric) for metric in metrics]
     reached = [reach_table(compared, metric) for metric in metrics] if len(compared.arms) > 1 else []

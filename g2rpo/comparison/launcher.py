@@ -1,7 +1,7 @@
-"""Trains several runs, some at a time, each in a process of its own: one that fails takes no other along.
+"""Trains several runs, a few at a time, each in its own process: a failed run does not stop the others.
 
 A run's process is forked from a server that has imported torch once and holds no device. A signal to this
-process is passed on: every run leaves a checkpoint. If this process is killed, its runs stop by themselves.
+process is passed on, and every run leaves a checkpoint. If this process is killed, its runs stop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train: what it is called on the terminal, its settings, and the file for what it prints."""
+    """A run to train.
+
+    Attributes:
+        title: its name on the terminal.
+        settings: of the run.
+        log: file for its output.
+    """
 
     title: str
     settings: Settings
@@ -35,7 +41,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the jobs ended: titles of those that failed, with the reason, and whether a signal stopped all."""
+    """Result of `train_side_by_side`.
+
+    Attributes:
+        failed: title of each failed job -> reason.
+        interrupted: a signal stopped all jobs.
+    """
 
     failed: dict[str, str]
     interrupted: bool
@@ -49,8 +60,13 @@ def train_side_by_side(
 ) -> Ended:
     """Trains the jobs in order, `at_once` of them at a time.
 
-    On GPUs they take turns over the devices; on CPUs each has an equal share of the cores as its threads.
-    `say` is told what starts and ends; `prepare` (of a module: it is sent by name) runs first in each.
+    GPUs are assigned in turn; on CPUs each job uses an equal share of the cores as threads.
+
+    Args:
+        jobs: runs to train.
+        at_once: number of jobs that run at the same time.
+        say: receives a line when a job starts or ends.
+        prepare: runs first in each process; a function of a module, because it is sent by name.
     """
     waiting, running = list(jobs), dict[int, tuple[Job, Any]]()
     failed: dict[str, str] = {}
@@ -65,7 +81,7 @@ def train_side_by_side(
             while waiting or running:
                 while waiting and len(running) < at_once:
                     slot = next(i for i in range(at_once) if i not in running)
-                    with interrupt.deferred():  # a process that was started is one that is stopped
+                    with interrupt.deferred():  # every started process is recorded, so that it is stopped
                         job = waiting.pop(0)
                         job.log.parent.mkdir(parents=True, exist_ok=True)
                         values = job.settings.model_dump()
@@ -76,15 +92,15 @@ def train_side_by_side(
                         running[slot] = job, process
                     if interrupt.requested:
                         raise KeyboardInterrupt
-                    say(f"{job.title}: started; it prints to {job.log}")
+                    say(f"{job.title}: started; its output is in {job.log}")
                 connection.wait([process.sentinel for _, process in running.values()])
                 for slot, (job, process) in list(running.items()):
                     if process.exitcode is not None:
                         del running[slot]
                         if process.exitcode:
                             failed[job.title] = _reason(process.exitcode, job.log)
-                        how = f"failed: {failed[job.title]}" if process.exitcode else "finished"
-                        say(f"{job.title}: {how} ({len(waiting) + len(running)} to go)")
+                        outcome = f"failed: {failed[job.title]}" if process.exitcode else "finished"
+                        say(f"{job.title}: {outcome} ({len(waiting) + len(running)} to go)")
         except KeyboardInterrupt:
             say("stopping: every run leaves a checkpoint")
             _stop([process for _, process in running.values()])
@@ -93,11 +109,11 @@ def train_side_by_side(
 
 
 def _start_server() -> None:
-    """Starts the server deaf to signals: one that is sent to the whole group is for this process to pass on.
+    """Starts the fork server with signals blocked: a signal to the process group is passed on by this one.
 
-    Without it no run's end would be seen. It ends when this process does; its runs unblock the signals.
+    Without the server no run's end would be noticed. It ends with this process; runs unblock the signals.
     """
-    resource_tracker.ensure_running()  # it unblocks them
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -106,7 +122,7 @@ def _start_server() -> None:
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Asks each once, and again at every further signal."""
+    """Sends each process SIGTERM, and again at every further signal, until all have ended."""
     while any(process.exitcode is None for process in processes):
         for process in processes:
             if process.exitcode is None and process.pid is not None:
@@ -127,7 +143,7 @@ def _reason(code: int, log: Path) -> str:
 def _train(
     values: dict[str, Any], log: Path, slot: int, at_once: int, prepare: Callable[[], None] | None
 ) -> None:
-    """One run, in its own process. Exit code 0 = finished, 2 = it says why not, 130 = stopped by a signal."""
+    """Trains a run in this process; exit code 0: finished, 2: refused with a message, 130: stopped."""
     os.setsid()  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

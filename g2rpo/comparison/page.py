@@ -1,36 +1,36 @@
-"""A comparison to look at: curves with bands as PNG and SVG, and index.html, one file without a network."""
+"""Figures and page of a comparison: curves with bands as PNG and SVG, and a self-contained index.html."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g2rpo.comparison.curves import AXES, SMOOTHED, Band, band
-from g2rpo.comparison.tables import UNITS, Compared, Table, how_to_read, title_of, warning, whole
+from g2rpo.comparison.tables import UNITS, Compared, Table, how_to_read, title_of, warning
+from g2rpo.runtime.files import atomic_path, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; then the same with other strokes.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; then the same with other strokes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555")
 STROKES = ("-", "--", ":", "-.")
 X_LABELS = {**UNITS, "seconds": "seconds of iterations"}
 
 
 def bands_of(compared: Compared, metric: str) -> dict[str, Band]:
-    """Arm -> mean over seeds with its band; arms without the metric are left out."""
+    """Computes each arm's mean over seeds with its band; arms without the metric are left out."""
     return {arm: band(list(runs.values())) for arm, runs in compared.curves(metric).items()}
 
 
-def meaning(found: Mapping[str, Band]) -> str:
-    """What the bands are, in words."""
-    seeds = {one.seeds for one in found.values()}
+def meaning(bands: Mapping[str, Band]) -> str:
+    """Explains what the bands show."""
+    seeds = {band.seeds for band in bands.values()}
     parts = []
     if any(n >= 3 for n in seeds):
         parts.append("band: ± 1 standard error over seeds")
@@ -45,24 +45,25 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")  # no mathematics in names
 
 
-def _draw(axes: Axes, found: Mapping[str, Band], styles: Mapping[str, tuple[str, str]], axis: str) -> None:
+def _draw(axes: Axes, bands: Mapping[str, Band], styles: Mapping[str, tuple[str, str]], axis: str) -> None:
     from matplotlib.ticker import EngFormatter
 
-    for arm, one in found.items():
+    for arm, mean_curve in bands.items():
         colour, stroke = styles[arm]
-        marker = "o" if len(one.mean) <= 25 else ""
+        marker = "o" if len(mean_curve.mean) <= 25 else ""
         axes.plot(
-            one.x[axis],
-            one.mean,
+            mean_curve.x[axis],
+            mean_curve.mean,
             stroke,
             color=colour,
             linewidth=1.6,
             marker=marker,
             markersize=2.5,
-            label=_plain(f"{arm} ({one.seeds} seed{'s' * (one.seeds > 1)})"),
+            label=_plain(f"{arm} ({_seeds(mean_curve)})"),
         )
-        if one.seeds > 1:
-            axes.fill_between(one.x[axis], one.low, one.high, color=colour, alpha=0.18, linewidth=0)
+        if mean_curve.seeds > 1:
+            low, high = mean_curve.low, mean_curve.high
+            axes.fill_between(mean_curve.x[axis], low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel(X_LABELS[axis], fontsize=9)
     axes.locator_params(axis="x", nbins=7, integer=axis != "seconds")
     if axes.get_xlim()[1] >= 10_000:
@@ -70,6 +71,10 @@ def _draw(axes: Axes, found: Mapping[str, Band], styles: Mapping[str, tuple[str,
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _seeds(mean_curve: Band) -> str:
+    return f"{mean_curve.seeds} seed{'s' * (mean_curve.seeds > 1)}"
 
 
 def _styles(compared: Compared) -> dict[str, tuple[str, str]]:
@@ -92,54 +97,53 @@ def _figure(width: float, height: float) -> Figure:
 def _save(figure: Figure, target: Path | io.BytesIO, kind: str) -> None:
     import matplotlib
 
-    # The same numbers make the same file: no date, and names inside that do not change.
+    # The same numbers give the same bytes: no date, and fixed identifiers inside the SVG.
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": None}
     with matplotlib.rc_context({"svg.hashsalt": "g2rpo"}):
         figure.savefig(target, format=kind, dpi=130, metadata=metadata)
 
 
 def write_curves(folder: Path, compared: Compared) -> None:
-    """FOLDER/curves.png and .svg: a row a metric, a column an axis."""
+    """Writes FOLDER/curves.png and .svg, one row per metric and one column per axis."""
     metrics, styles = compared.metrics(), _styles(compared)
     lines = -(-len(compared.arms) // 3)
     figure = _figure(15.0, 2.9 * len(metrics) + 0.25 * lines + 0.4)
-    said: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for row, metric in enumerate(metrics):
-        found = bands_of(compared, metric)
+        bands = bands_of(compared, metric)
         for column, axis in enumerate(AXES):
             axes = figure.add_subplot(len(metrics), len(AXES), row * len(AXES) + column + 1)
-            _draw(axes, found, styles, axis)
-            said |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+            _draw(axes, bands, styles, axis)
+            handles |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
             if column == 0:
                 axes.set_ylabel(_plain(title_of(metric).replace(", ", "\n")), fontsize=9)
-                axes.set_title(meaning(found), fontsize=7, color="#555555", loc="left")
+                axes.set_title(meaning(bands), fontsize=7, color="#555555", loc="left")
     figure.legend(
-        list(said.values()), list(said), loc="outside upper left", ncols=3, fontsize=9, frameon=False
+        list(handles.values()), list(handles), loc="outside upper left", ncols=3, fontsize=9, frameon=False
     )
     for kind in ("png", "svg"):
-        unfinished = folder / f"curves.tmp.{kind}"
-        _save(figure, unfinished, kind)
-        os.replace(unfinished, folder / f"curves.{kind}")
+        with atomic_path(folder / f"curves.{kind}") as temporary:
+            _save(figure, temporary, kind)
 
 
 def _panel(compared: Compared, metric: str, axis: str) -> str:
-    """One panel as an <img> that carries its SVG."""
+    """One panel as an <img> with the SVG inside."""
     figure = _figure(4.4, 3.0)
-    found = bands_of(compared, metric)
-    _draw(figure.add_subplot(), found, _styles(compared), axis)
+    bands = bands_of(compared, metric)
+    _draw(figure.add_subplot(), bands, _styles(compared), axis)
     buffer = io.BytesIO()
     _save(figure, buffer, "svg")
-    text = f"{title_of(metric)} against {X_LABELS[axis]}: {', '.join(found)}"
+    text = f"{title_of(metric)} against {X_LABELS[axis]}: {', '.join(bands)}"
     data = base64.b64encode(buffer.getvalue()).decode()
     return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _legend(compared: Compared, metric: str) -> str:
-    found = bands_of(compared, metric)
+    bands = bands_of(compared, metric)
     keys = []
     for arm, (colour, stroke) in _styles(compared).items():
         style = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[stroke]
-        n = f"{found[arm].seeds} seed{'s' * (found[arm].seeds > 1)}" if arm in found else "not measured"
+        n = _seeds(bands[arm]) if arm in bands else "not measured"
         key = f'<i style="border-top:3px {style} {colour}"></i>'
         keys.append(f"<span>{key}{html.escape(arm)} <small>({n})</small></span>")
     return f'<p class="legend">{"".join(keys)}</p>'
@@ -185,23 +189,28 @@ pre { background: #f3f6f9; padding: .7rem; overflow-x: auto; font-size: .82rem; 
 def write_page(
     path: Path, compared: Compared, values: Sequence[Table], reached: Sequence[Table], others: Sequence[Table]
 ) -> None:
-    """index.html: pictures and tables inside it, nothing fetched. `values`, `reached`: one a metric."""
+    """Writes index.html with all figures and tables inside.
+
+    Args:
+        values, reached: tables with one entry per metric; `reached` is empty for a single arm.
+        others: further tables.
+    """
     names = " · ".join(compared.arms)
     parts = [f"<h1>{html.escape(names)}</h1>"]
     count = sum(len(runs) for runs in compared.arms.values())
     parts.append(f"<p><small>g2rpo compare: {len(compared.arms)} arms, {count} runs.</small></p>")
-    if amiss := warning(compared):
-        parts.append(f'<p class="warning">{html.escape(amiss)}</p>')
+    if text := warning(compared):
+        parts.append(f'<p class="warning">{html.escape(text)}</p>')
     parts.append("<details><summary>How to read this</summary>")
     parts += [f"<p>{html.escape(text)}</p>" for text in how_to_read(compared)]
     parts.append("</details>")
     for i, metric in enumerate(compared.metrics()):
         parts.append(f"<section><h2>{html.escape(values[i].title)}</h2>{_legend(compared, metric)}")
         panels = "".join(f"<div>{_panel(compared, metric, axis)}</div>" for axis in AXES)
-        said = meaning(bands_of(compared, metric))
+        note = meaning(bands_of(compared, metric))
         if metric.startswith(SMOOTHED):
-            said += f"; trailing mean of {compared.window} iterations"
-        parts.append(f'<div class="panels">{panels}</div><p><small>{html.escape(said)}.</small></p>')
+            note += f"; trailing mean of {compared.window} iterations"
+        parts.append(f'<div class="panels">{panels}</div><p><small>{html.escape(note)}.</small></p>')
         parts.append(_table(values[i]))
         if reached:
             parts.append(f"<h3>Who reaches whose best</h3>{_table(reached[i])}")
@@ -214,4 +223,6 @@ def write_page(
         f"<title>{html.escape(names)}</title><style>{STYLE}</style>"
     )
     body = "\n".join(parts)
-    whole(path, f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n')
+    write_atomic(
+        path, f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    )

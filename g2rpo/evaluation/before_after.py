@@ -1,7 +1,7 @@
-"""Before and after: the same prompts and seeds by the untrained and the trained policy, scored in pairs.
+"""Before and after training: images of the same prompts and seeds by both policies, scored in pairs.
 
-The difference of a pair leaves out what prompts and seeds do by themselves; its standard error is that of the
-mean of those differences.
+Seeds are fresh, never used in training. The paired difference cancels what prompts and seeds contribute; its
+standard error is that of the mean of these differences.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.data.prompts import Prompt
-from g2rpo.evaluation.monitor import PictureSet, Watcher
+from g2rpo.evaluation.monitor import Evaluator, ImageSet
+from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.images import comparison, from_pil, to_pil
+from g2rpo.runtime.files import atomic_path, write_atomic
 from g2rpo.runtime.processes import barrier, rank
 
 OWN, UNSEEN = "own prompts, fresh seeds", "unseen prompts"
@@ -27,36 +29,41 @@ RECORD = Path("comparison") / "before.json"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is drawn before and after.
+    """The images that are sampled before and after training.
 
     Attributes:
-        images: pictures asked for of each set. num_steps: denoising steps of each.
-        sets: own and unseen prompts; none without images.
-        note: on prompts that it leaves out, or empty.
+        images: requested number of images per set.
+        num_steps: denoising steps per image.
+        sets: own and unseen prompts; empty without images.
+        note: which evaluation prompts are excluded, or empty.
     """
 
     images: int
     num_steps: int
-    sets: tuple[PictureSet, ...]
+    sets: tuple[ImageSet, ...]
     note: str = ""
 
     @staticmethod
     def of(
-        images: int, num_steps: int, met: Sequence[Prompt], prompts: Sequence[Prompt], other: Sequence[Prompt]
+        images: int,
+        num_steps: int,
+        trained: Sequence[Prompt],
+        prompts: Sequence[Prompt],
+        other: Sequence[Prompt],
     ) -> Comparison:
-        """`images` pictures of the first prompts that the run meets, and as many of the first unseen ones.
+        """Takes the first `images` prompts that the run trains on, and as many of the first unseen ones.
 
         Args:
-            met: prompts of all iterations in their order, repeats and all.
-            prompts: all training prompts, those that the run is too short to meet too.
-            other: prompts to draw beside; those among the training prompts are not unseen and left out.
+            trained: prompts of all iterations, in order, with repeats.
+            prompts: all training prompts, including those that a short run does not reach.
+            other: prompts to compare on besides; training prompts among them are not unseen and are excluded.
         """
-        first = list({prompt.text: prompt for prompt in met}.values())[:images]
+        first = list({prompt.text: prompt for prompt in trained}.values())[:images]
         first.sort(key=lambda prompt: prompt.index)
-        known = {prompt.text for prompt in prompts}
-        unseen = [prompt for prompt in other if prompt.text not in known]
+        training_texts = {prompt.text for prompt in prompts}
+        unseen = [prompt for prompt in other if prompt.text not in training_texts]
         sources = {OWN: first, UNSEEN: unseen[:images]}
-        sets = (PictureSet.of(title, found, images) for title, found in sources.items() if found)
+        sets = (ImageSet.of(title, chosen, images) for title, chosen in sources.items() if chosen)
         note = ""
         if images and len(unseen) < len(other):
             note = (
@@ -64,28 +71,32 @@ class Comparison:
             )
         return Comparison(images, num_steps, tuple(sets), note)
 
-    def draw_before(self, watcher: Watcher, out: Path) -> None:
-        """Keep in OUT/comparison what the untrained policy draws: a resumed run has none any more."""
+    def draw_before(self, evaluator: Evaluator, out: Path) -> None:
+        """Stores the untrained policy's images and scores in OUT/comparison: a resumed run lacks them."""
         record: dict[str, Any] = {"images": self.images, "num_steps": self.num_steps, "sets": []}
-        for number, one in enumerate(self.sets):
-            pictures = watcher.pictures(one)
-            scores = {name: values.tolist() for name, values in watcher.scores(one, pictures).items()}
+        for number, image_set in enumerate(self.sets):
+            images = evaluator.images(image_set)
+            scores = {name: values.tolist() for name, values in evaluator.scores(image_set, images).items()}
             if rank():
                 continue
-            record["sets"].append(asdict(one) | {"scores": scores})
+            record["sets"].append(asdict(image_set) | {"scores": scores})
             (out / RECORD).parent.joinpath(f"before_{number}").mkdir(parents=True, exist_ok=True)
-            for i, image in enumerate(pictures):
-                to_pil(image).save(_picture(out, number, i))
+            for i, image in enumerate(images):
+                with atomic_path(_image_path(out, number, i)) as temporary:
+                    to_pil(image).save(temporary)
         if rank() == 0:
-            (out / RECORD).write_text(json.dumps(record), encoding="utf-8")
+            write_atomic(out / RECORD, json.dumps(record))
         barrier()
 
     def resumed(self, out: Path) -> Comparison:
-        """This comparison with the own prompts that the run in `out` began with: more iterations train more.
+        """Returns this comparison with the own prompts that the run in `out` began with.
+
+        A run that is resumed for more iterations trains on more prompts, but has no images of the untrained
+        policy for them.
 
         Raises:
-            ValueError: the untrained policy drew other unseen prompts, another number of pictures or in
-                another number of steps, or nothing at all.
+            ValueError: the images of the untrained policy are missing, or have other unseen prompts, another
+                number of images or of denoising steps.
         """
         if not self.sets:
             return self
@@ -93,10 +104,10 @@ class Comparison:
         record = json.loads((out / RECORD).read_text(encoding="utf-8")) if (out / RECORD).is_file() else None
         if not isinstance(record, dict):
             raise ValueError(
-                f"compare_images={self.images}, but {out / RECORD} holds no pictures of the untrained model "
-                f"(or an earlier version's); start the run anew with another out=FOLDER, {way_out}"
+                f"compare_images={self.images}, but {out / RECORD} holds no images of the untrained model "
+                f"(or an earlier version's); start a new run with another out=FOLDER, {way_out}"
             )
-        sets = [PictureSet(*(_frozen(one[f.name]) for f in fields(PictureSet))) for one in record["sets"]]
+        sets = [ImageSet(*(_as_tuple(entry[f.name]) for f in fields(ImageSet))) for entry in record["sets"]]
         began = Comparison(record["images"], record["num_steps"], tuple(sets))
         differences = [
             f"  {name}: {before} there, {now} given"
@@ -110,54 +121,60 @@ class Comparison:
             differences.append("  eval_prompts or num_eval_prompts: other unseen prompts there")
         if differences:
             raise ValueError(
-                f"{out} compares with what the untrained model drew under other settings:\n"
+                f"{out} holds images of the untrained model under other settings:\n"
                 + "\n".join(differences)
                 + f"\nGive those again, {way_out}."
             )
         return began
 
     def _unseen(self) -> list[str]:
-        return [prompt for one in self.sets if one.title == UNSEEN for prompt in one.prompts]
+        return [prompt for images in self.sets if images.title == UNSEEN for prompt in images.prompts]
 
-    def draw_after(self, watcher: Watcher, out: Path, trained: Sequence[str]) -> list[Change]:
-        """The same by the trained policy: the changes, OUT/comparison.md and OUT/before_after.png.
+    def draw_after(self, evaluator: Evaluator, out: Path, trained: Sequence[str]) -> list[Change]:
+        """Samples and scores the same images by the trained policy, and returns the changes.
+
+        Writes OUT/comparison.md and OUT/before_after.png.
 
         Args:
-            trained: names of the rewards that were trained.
+            trained: names of the rewards that were trained on.
         """
         record = json.loads((out / RECORD).read_text(encoding="utf-8"))
         changes, before, after = [], [], []
-        for number, (one, kept) in enumerate(zip(self.sets, record["sets"], strict=True)):
-            files = [_picture(out, number, i) for i in range(len(one.prompts))]
+        for number, (image_set, stored) in enumerate(zip(self.sets, record["sets"], strict=True)):
+            files = [_image_path(out, number, i) for i in range(len(image_set.prompts))]
             before.append(torch.stack([from_pil(Image.open(file)) for file in files]))
-            after.append(watcher.pictures(one))
-            old = {name: torch.tensor(values) for name, values in kept["scores"].items()}
-            changes += changes_of(one.title, old, watcher.scores(one, after[-1]), trained)
+            after.append(evaluator.images(image_set))
+            old = {name: torch.tensor(values) for name, values in stored["scores"].items()}
+            changes += changes_of(image_set.title, old, evaluator.scores(image_set, after[-1]), trained)
         if rank():
             return changes
-        (out / "comparison.md").write_text(markdown(changes), encoding="utf-8")
+        write_atomic(out / "comparison.md", markdown(changes))
         write_before_after(out / "before_after.png", self.sets, before, after)
         return changes
 
 
-def _picture(out: Path, number: int, i: int) -> Path:
+def _image_path(out: Path, number: int, i: int) -> Path:
     return (out / RECORD).parent / f"before_{number}" / f"{i:04d}.png"
 
 
-def _frozen(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
 class Change:
-    """One reward on one set of pictures, before and after.
+    """One reward on one set of images, before and after training.
 
     Attributes:
-        before, after, difference: means over the pictures judged both times; difference_se: standard error
-            of the paired difference; base_std: standard deviation of the scores before.
+        image_set: title of the set.
+        trained: the reward was trained on.
+        num: number of images with a score before and after, which all numbers below are over.
+        before, after, difference: means.
+        difference_se: standard error of the paired difference.
+        base_std: standard deviation of the scores before.
     """
 
-    pictures: str
+    image_set: str
     reward: str
     trained: bool
     num: int
@@ -171,23 +188,29 @@ class Change:
 def changes_of(
     title: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], trained: Sequence[str]
 ) -> list[Change]:
-    """Paired differences of every reward that judged both, the trained ones first."""
+    """Computes the paired differences of every reward with scores before and after, trained rewards first.
+
+    Args:
+        title: of the set of images.
+        before, after: reward name -> scores [N], NaN where invalid.
+        trained: names of the rewards that were trained on.
+    """
     rows = []
-    both = [name for name in before if name in after]
-    for name in sorted(both, key=lambda name: name not in trained):
-        known = before[name].isfinite() & after[name].isfinite()
-        old, new = before[name][known].double(), after[name][known].double()
-        gap = new - old
+    common = [name for name in before if name in after]
+    for name in sorted(common, key=lambda name: name not in trained):
+        valid = before[name].isfinite() & after[name].isfinite()
+        old, new = before[name][valid].double(), after[name][valid].double()
+        difference, error = mean_and_error(new - old)
         rows.append(
             Change(
                 title,
                 name,
                 name in trained,
-                len(gap),
+                len(old),
                 old.mean().item(),
                 new.mean().item(),
-                gap.mean().item(),
-                (gap.std() / max(len(gap), 1) ** 0.5).item(),
+                float(difference),
+                float(error),
                 old.std().item(),
             )
         )
@@ -195,15 +218,15 @@ def changes_of(
 
 
 def markdown(changes: Sequence[Change]) -> str:
-    """The comparison as a table."""
+    """Formats the changes as a Markdown table."""
     lines = [
-        "| pictures | reward | n | before | after | difference ± SE | in base std |",
+        "| images | reward | n | before | after | difference ± SE | in base std |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for c in changes:
         name = f"**{c.reward}** (trained)" if c.trained else c.reward
         lines.append(
-            f"| {c.pictures} | {name} | {c.num} | {c.before:.4f} | {c.after:.4f} | "
+            f"| {c.image_set} | {name} | {c.num} | {c.before:.4f} | {c.after:.4f} | "
             f"{c.difference:+.4f} ± {c.difference_se:.4f} | {c.difference / max(c.base_std, 1e-12):+.2f} |"
         )
     return "\n".join(lines) + "\n"
@@ -211,17 +234,22 @@ def markdown(changes: Sequence[Change]) -> str:
 
 def write_before_after(
     path: Path,
-    pictures: Sequence[PictureSet],
+    sets: Sequence[ImageSet],
     before: Sequence[Tensor],
     after: Sequence[Tensor],
     rows: int = 4,
 ) -> None:
-    """Pairs of the same prompt and seed: `rows` pictures of each set, spread over its prompts."""
+    """Writes pairs of the same prompt and seed: `rows` images of each set, spread over its prompts.
+
+    Args:
+        before, after: images [N, 3, H, W] in [0, 1] of each set.
+    """
     chosen_before, chosen_after, captions = [], [], []
-    for one, old, new in zip(pictures, before, after, strict=True):
-        places = torch.linspace(0, len(old) - 1, min(rows, len(old))).round().long().tolist()
-        chosen_before += [old[i] for i in places]
-        chosen_after += [new[i] for i in places]
-        captions += [f"{one.prompts[i]} [{one.title}]" for i in places]
-    picture = comparison(torch.stack(chosen_before), torch.stack(chosen_after), captions, ("before", "after"))
-    picture.save(path)
+    for image_set, old, new in zip(sets, before, after, strict=True):
+        indices = torch.linspace(0, len(old) - 1, min(rows, len(old))).round().long().tolist()
+        chosen_before += [old[i] for i in indices]
+        chosen_after += [new[i] for i in indices]
+        captions += [f"{image_set.prompts[i]} [{image_set.title}]" for i in indices]
+    pairs = comparison(torch.stack(chosen_before), torch.stack(chosen_after), captions, ("before", "after"))
+    with atomic_path(path) as temporary:
+        pairs.save(temporary)

@@ -1,12 +1,13 @@
-"""The work of `g2rpo evaluate`: several models, the same prompts and seeds, scored and compared in pairs.
+"""The work of `g2rpo evaluate`: several models on the same prompts and seeds, scored and compared in pairs.
 
-    OUT/<label>/<steps>/*.png    the pictures (lineup.py)
-    OUT/scores.csv               a row a picture: model, steps, index, prompt, seed, file, a column a reward
+    OUT/<label>/<steps>/*.png    the images (lineup.py)
+    OUT/scores.csv               one row per image: model, steps, index, prompt, seed, file, then the rewards
     OUT/results.json, .md        mean ± standard error over prompts; paired difference to the first model
-    OUT/grid_<steps>.png         the same prompts and seeds, a column a model
-    OUT/evaluation.json          the settings that all this belongs to
+    OUT/grid_<steps>.png         the same prompts and seeds, one column per model
+    OUT/evaluation.json          the settings that these files belong to
 
-What is drawn and scored is not done again; a picture that some reward gave no number is scored again.
+Finished images and scores are kept and not computed again; images without a finite score of every reward are
+scored again.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ import torch
 from rich.console import Console
 
 from g2rpo.evaluation.gallery import write_sheet
-from g2rpo.evaluation.lineup import Drawing, Lineup, write_whole
+from g2rpo.evaluation.lineup import Lineup
 from g2rpo.evaluation.matching import read_pixels
 from g2rpo.evaluation.score_folder import code_hash, parsed_options
-from g2rpo.evaluation.stats import Array, Difference, Mean, difference_of, mean_of
+from g2rpo.evaluation.stats import Array, Difference, Mean, difference_over_prompts, mean_over_prompts
 from g2rpo.evaluation.tables import markdown
-from g2rpo.rewards.checked import score_batch
+from g2rpo.inference.sample import SampleRequest
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
+from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.interrupt import Interrupt, interruptible
 from g2rpo.runtime.processes import (
     barrier,
@@ -50,18 +52,20 @@ from g2rpo.runtime.version import __version__
 
 GRID_ROWS = 8
 
-Place = tuple[str, int, int]  # label, steps, picture
+Key = tuple[str, int, int]  # label, steps, index of the image
 Row = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `evaluate` did.
+    """Result of `evaluate`.
 
     Attributes:
-        means: (steps, label, reward) -> mean; differences: the same, of all models but the first, to it.
-        why: reward -> why it had no score for a picture, as far as it told this time.
-        interrupted: a signal ended it; then there are no means.
+        out: the folder of tables and images.
+        means: (steps, label, reward) -> mean over prompts.
+        differences: the same keys -> paired difference to the first model, of all other models.
+        why: reward -> the reason why it gave an image no score, if it reported one in this call.
+        interrupted: a signal ended the call; then there are no means.
     """
 
     out: Path
@@ -73,7 +77,7 @@ class Evaluated:
 
 def evaluate(
     models: Sequence[str],
-    drawing: Drawing,
+    request: SampleRequest,
     rewards: Sequence[str],
     *,
     options: Sequence[str] = (),
@@ -81,53 +85,62 @@ def evaluate(
     out: str | Path = "evaluation",
     say: Callable[[str], None] = print,
 ) -> Evaluated:
-    """Draws, scores and compares, or goes on where an interrupted call stopped.
+    """Samples, scores and compares, or continues where an interrupted call stopped.
 
-    Under torchrun the processes share the pictures of each model, with the same result.
+    Under torchrun the processes share the images of each model, with the same result.
 
     Args:
-        models: whatever `open_policy` opens; the first is what the others are compared with.
-        rewards: names, or module:attribute. options: `NAME.KEY=VALUE`.
+        models: whatever `open_policy` opens; the others are compared with the first.
+        request: which images to sample.
+        rewards: names, or module:attribute.
+        options: of rewards, `NAME.KEY=VALUE`.
         labels: names of the models in tables and folders; None: from `models`.
+        out: folder of tables and images.
+        say: receives lines of progress, in the first process alone.
 
     Raises:
-        ValueError: anything wrong with the arguments, or an OUT of other settings; nothing was loaded or
-            written then. A model that cannot be opened is told when its turn comes.
+        ValueError: invalid arguments, or an OUT of other settings, before anything is loaded or written. A
+            model that cannot be opened is reported only when its turn comes.
     """
-    given = parsed_options(rewards, options)
-    device = resolve_device(drawing.device)
-    judges = {name: {"options": chosen, "code": code_hash(name)} for name, chosen in given.items()}
+    parsed = parsed_options(rewards, options)
+    device = resolve_device(request.device)
+    identities = {name: {"options": chosen, "code": code_hash(name)} for name, chosen in parsed.items()}
     start_processes(device)
     try:
         speak = say if rank() == 0 else _silent
-        where = Path(out).expanduser()
+        folder = Path(out).expanduser()
         lineup = Lineup(
-            "evaluation", models, drawing, where, labels=labels, more={"rewards": judges}, say=speak
+            "evaluation", models, request, folder, labels=labels, more={"rewards": identities}, say=speak
         )
-        evaluation = _Evaluation(lineup, list(given))
+        evaluation = _Evaluation(lineup, list(parsed))
         with interruptible() as interrupt:
             try:
-                if evaluation.complete():
-                    speak(f"all pictures are drawn and scored ({where})")
+                if evaluation.is_complete():
+                    speak(f"all images are sampled and scored ({folder})")
                     loaded: dict[str, CheckedReward] = {}
                 else:
-                    loaded = run_together(lambda: load_rewards(given, device, given))  # before any model
-                    said = run_together(lambda: {name: reward.describe() for name, reward in loaded.items()})
-                    for name, described in said.items():
-                        if described:
-                            speak(described)
-                            lineup.described[name] = described
+                    loaded = run_together(lambda: load_rewards(parsed, device, parsed))  # before any model
+                    descriptions = run_together(
+                        lambda: {name: reward.describe() for name, reward in loaded.items()}
+                    )
+                    for name, description in descriptions.items():
+                        if description:
+                            speak(description)
+                            lineup.described[name] = description
                 for label in lineup.labels:
-                    lineup.draw(label, interrupt)
+                    lineup.sample(label, interrupt)
                     evaluation.score(label, loaded, device, interrupt)
             except KeyboardInterrupt:
-                speak(f"interrupted; what is drawn and scored is kept in {where}, the same command goes on")
-                return Evaluated(where, {}, {}, {}, True)
+                speak(
+                    f"interrupted; finished images and scores are kept in {folder}; run the same command to "
+                    "continue"
+                )
+                return Evaluated(folder, {}, {}, {}, True)
             except RewardExited as exited:
                 if not evaluation.rows:
                     raise
                 raise RewardExited(
-                    f"{exited}. What is drawn and scored is kept in {where}; mend the reward"
+                    f"{exited}. Finished images and scores are kept in {folder}; fix the reward"
                 ) from exited
         why = {name: error for name, reward in loaded.items() if (error := reward.last_error)}
         for others in gathered(why):
@@ -142,37 +155,37 @@ def _silent(line: str) -> None:
 
 
 def _text(score: float) -> str:
-    """Nine digits hold a float32 exactly; statistics are of what is written, so resumed ones are equal."""
+    """Nine digits hold a float32 exactly. Statistics use the written text, so resumed calls agree."""
     return f"{score:.9g}"
 
 
 class _Evaluation:
-    """The rows of OUT/scores.csv, on disk as they come, and the tables made of them."""
+    """The rows of OUT/scores.csv, written as they are computed, and the tables made from them."""
 
     def __init__(self, lineup: Lineup, names: Sequence[str]) -> None:
         self.lineup, self.names = lineup, list(names)
         self.csv = lineup.out / "scores.csv"
-        self.rows: dict[Place, Row] = gathered(self._read() if rank() == 0 else {})[0]
-        self._keep()
+        self.rows: dict[Key, Row] = gathered(self._read() if rank() == 0 else {})[0]
+        self._write()
         barrier()
 
-    def _read(self) -> dict[Place, Row]:
-        """Whole rows of pictures that are there, every score a number: what failed may not fail again."""
-        rows: dict[Place, Row] = {}
-        for path in (one for one in [self.csv, *self._parts()] if one.is_file()):
+    def _read(self) -> dict[Key, Row]:
+        """Complete rows of existing images with finite scores; the others are scored again."""
+        rows: dict[Key, Row] = {}
+        for path in (file for file in [self.csv, *self._parts()] if file.is_file()):
             text = path.read_bytes()
-            text = text[: text.rfind(b"\n") + 1]  # a number that broke off is another number
+            text = text[: text.rfind(b"\n") + 1]  # a truncated number would read as another number
             lines = io.StringIO(text.decode("utf-8", errors="replace"), newline="")
-            for row in csv.DictReader(lines):  # by its own head: rewards may come in another order now
+            for row in csv.DictReader(lines):  # by column name: the rewards may now be in another order
                 try:
-                    place = (row["model"], int(row["steps"]), int(row["index"]))
+                    key = (row["model"], int(row["steps"]), int(row["index"]))
                     scores = {name: float(row[name]) for name in self.names}
-                except (KeyError, TypeError, ValueError):  # a row that broke off
+                except (KeyError, TypeError, ValueError):  # a truncated row
                     continue
-                asked = place[0] in self.lineup.labels and place[1] in self.lineup.drawing.steps
+                requested = key[0] in self.lineup.labels and key[1] in self.lineup.request.steps
                 valid = all(map(math.isfinite, scores.values()))
-                if asked and valid and self.lineup.file(*place).is_file():
-                    rows[place] = scores
+                if requested and valid and self.lineup.file(*key).is_file():
+                    rows[key] = scores
         return rows
 
     def _head(self) -> str:
@@ -183,166 +196,165 @@ class _Evaluation:
     def _parts(self) -> list[Path]:
         return sorted(self.lineup.out.glob("scores.part-*.csv"))
 
-    def _lines(self, places: Sequence[Place]) -> str:
-        text, drawing = io.StringIO(newline=""), self.lineup.drawing
-        writer, every, seeds = csv.writer(text), drawing.every, drawing.seeds
-        for place in places:
-            label, steps, i = place
-            file = self.lineup.file(*place).relative_to(self.lineup.out)
-            scores = [_text(self.rows[place][name]) for name in self.names]
-            writer.writerow([label, steps, i, every[i].text, seeds[i], file.as_posix(), *scores])
+    def _lines(self, keys: Sequence[Key]) -> str:
+        text, request = io.StringIO(newline=""), self.lineup.request
+        writer, texts, seeds = csv.writer(text), request.texts, request.seeds
+        for key in keys:
+            label, steps, i = key
+            file = self.lineup.file(*key).relative_to(self.lineup.out)
+            scores = [_text(self.rows[key][name]) for name in self.names]
+            writer.writerow([label, steps, i, texts[i], seeds[i], file.as_posix(), *scores])
         return text.getvalue()
 
-    def _keep(self) -> None:
-        """Every row in OUT/scores.csv, in order, by the first process; the processes' own parts go."""
+    def _write(self) -> None:
+        """In the first process: writes all rows to OUT/scores.csv, in order, and removes the parts."""
         if rank() or not (self.rows or self._parts()):
             return
-        with self.csv.with_suffix(".new").open("w", newline="", encoding="utf-8") as file:
-            file.write(self._head() + self._lines([p for p in self._places() if p in self.rows]))
-        self.csv.with_suffix(".new").replace(self.csv)
+        write_atomic(self.csv, self._head() + self._lines([key for key in self._keys() if key in self.rows]))
         for part in self._parts():
             part.unlink()
 
-    def _places(self) -> list[Place]:
-        count = len(self.lineup.drawing.every)
+    def _keys(self) -> list[Key]:
+        count = len(self.lineup.request.seeds)
         return [
             (label, steps, i)
             for label in self.lineup.labels
-            for steps in self.lineup.drawing.steps
+            for steps in self.lineup.request.steps
             for i in range(count)
         ]
 
-    def complete(self) -> bool:
-        """Whether nothing is left to score."""
-        return all(place in self.rows for place in self._places())
+    def is_complete(self) -> bool:
+        """Whether every image has its scores."""
+        return all(key in self.rows for key in self._keys())
 
     def score(
         self, label: str, rewards: Mapping[str, CheckedReward], device: torch.device, interrupt: Interrupt
     ) -> None:
-        """Pictures of a model without a score; every process calls it.
+        """Scores the images of a model that have no scores yet; every process calls it.
 
         Raises:
-            KeyboardInterrupt: on all processes, after a signal to any; what is scored is kept.
-            RewardExited: on all processes, if it is raised on any; what is scored is kept.
+            KeyboardInterrupt: on all processes, after a signal to any; finished scores are kept.
+            RewardExited: on all processes, if it is raised on any; finished scores are kept.
         """
         todo = [
             missing
-            for steps in self.lineup.drawing.steps
-            for batch in self.lineup.drawing.batches()
-            if (missing := [place for i in batch if (place := (label, steps, i)) not in self.rows])
+            for steps in self.lineup.request.steps
+            for batch in self.lineup.request.batches()
+            if (missing := [key for i in batch if (key := (label, steps, i)) not in self.rows])
         ]
         if not todo:
             return
-        mine: dict[Place, Row] = {}
+        own_rows: dict[Key, Row] = {}
         try:
-            interrupt.together(lambda: self._score(todo[rank() :: world_size()], rewards, device, mine))
+            interrupt.together(lambda: self._score(todo[rank() :: world_size()], rewards, device, own_rows))
         except (KeyboardInterrupt, RewardExited):
-            self._gather(mine, interrupt)
+            self._gather(own_rows, interrupt)
             raise
-        self._gather(mine, interrupt)
+        self._gather(own_rows, interrupt)
 
-    def _gather(self, mine: dict[Place, Row], interrupt: Interrupt) -> None:
+    def _gather(self, own_rows: dict[Key, Row], interrupt: Interrupt) -> None:
         with interrupt.deferred():
-            for share in gathered(mine):
-                self.rows |= share
-            self._keep()
+            for rows in gathered(own_rows):
+                self.rows |= rows
+            self._write()
             barrier()
 
     def _score(
         self,
-        todo: Sequence[Sequence[Place]],
+        todo: Sequence[Sequence[Key]],
         rewards: Mapping[str, CheckedReward],
         device: torch.device,
-        mine: dict[Place, Row],
+        own_rows: dict[Key, Row],
     ) -> None:
-        every, done = self.lineup.drawing.every, 0
+        prompt_of_image, done = self.lineup.request.prompt_of_image, 0
         self.lineup.out.mkdir(parents=True, exist_ok=True)
         part = self.lineup.out / f"scores.part-{rank()}.csv"
         total = sum(map(len, todo))
         with (
             scoring(rewards.values()),
-            show_progress(total, "pictures", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
+            show_progress(total, "images", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
             part.open("w", newline="", encoding="utf-8") as file,
         ):
             file.write(self._head())
-            for places in todo:
-                pixels = torch.stack([read_pixels(self.lineup.file(*place)) for place in places]).to(device)
-                prompts = [every[i].text for _, _, i in places]
-                known = [dict(every[i].metadata) for _, _, i in places]
-                scores = score_batch(rewards, pixels, prompts, known).T.tolist()
+            for keys in todo:
+                pixels = torch.stack([read_pixels(self.lineup.file(*key)) for key in keys]).to(device)
+                prompts = [prompt_of_image[i].text for _, _, i in keys]
+                metadata = [dict(prompt_of_image[i].metadata) for _, _, i in keys]
+                values = {
+                    name: reward(pixels, prompts, metadata).tolist() for name, reward in rewards.items()
+                }
                 rows = {
-                    place: {name: float(_text(value)) for name, value in zip(rewards, values, strict=True)}
-                    for place, values in zip(places, scores, strict=True)
+                    key: {name: float(_text(values[name][n])) for name in self.names}
+                    for n, key in enumerate(keys)
                 }
                 self.rows |= rows
-                file.write(self._lines(places))
+                file.write(self._lines(keys))
                 file.flush()
-                mine |= rows
-                done += len(places)
+                own_rows |= rows
+                done += len(keys)
                 progress(done)
 
     def scores(self, label: str, steps: int, name: str) -> Array:
-        """[P, M]: a row a prompt."""
-        drawing = self.lineup.drawing
-        values = [self.rows[label, steps, i][name] for i in range(len(drawing.every))]
-        return np.array(values, dtype=np.float64).reshape(len(drawing.prompts), drawing.num_images)
+        """Scores [P, M], one row per prompt."""
+        request = self.lineup.request
+        values = [self.rows[label, steps, i][name] for i in range(len(request.seeds))]
+        return np.array(values, dtype=np.float64).reshape(len(request.prompts), request.num_images)
 
     def results(self, why: dict[str, str]) -> Evaluated:
-        """The statistics; the first process writes them."""
-        labels, steps = self.lineup.labels, self.lineup.drawing.steps
+        """Computes the statistics; the first process writes them."""
+        labels, steps = self.lineup.labels, self.lineup.request.steps
         means = {
-            (n, label, name): mean_of(self.scores(label, n, name))
+            (n, label, name): mean_over_prompts(self.scores(label, n, name))
             for n in steps
             for label in labels
             for name in self.names
         }
         differences = {
-            (n, label, name): difference_of(self.scores(label, n, name), self.scores(labels[0], n, name))
+            (n, label, name): difference_over_prompts(
+                self.scores(label, n, name), self.scores(labels[0], n, name)
+            )
             for n in steps
             for label in labels[1:]
             for name in self.names
         }
-        done = Evaluated(self.lineup.out, means, differences, why, False)
+        evaluated = Evaluated(self.lineup.out, means, differences, why, False)
         if rank() == 0:
-            told = self._told(done)
-            write_whole(
-                self.lineup.out / "results.json", json.dumps(told, indent=2, ensure_ascii=False) + "\n"
-            )
-            text = markdown(means, differences, self._about())
-            write_whole(self.lineup.out / "results.md", text)
+            record = json.dumps(self._record(evaluated), indent=2, ensure_ascii=False)
+            write_atomic(self.lineup.out / "results.json", record + "\n")
+            write_atomic(self.lineup.out / "results.md", markdown(means, differences, self._conditions()))
             for n in steps:
                 write_sheet(self.lineup, n, self.lineup.out / f"grid_{n}.png", rows=GRID_ROWS)
         barrier()
-        return done
+        return evaluated
 
-    def _about(self) -> str:
-        drawing, lineup = self.lineup.drawing, self.lineup
-        said = {"shift": lineup.shift, **(lineup.conditions or {})}
+    def _conditions(self) -> str:
+        request, lineup = self.lineup.request, self.lineup
+        shared = {"shift": lineup.shift, **(lineup.conditions or {})}
         return (
-            f"{len(drawing.prompts)} prompts × {drawing.num_images} pictures, seeds {drawing.seeds[0]} to "
-            f"{drawing.seeds[-1]}; " + ", ".join(f"{name} {value}" for name, value in said.items())
+            f"{len(request.prompts)} prompts × {request.num_images} images, seeds {request.seeds[0]} to "
+            f"{request.seeds[-1]}; " + ", ".join(f"{name} {value}" for name, value in shared.items())
         )
 
-    def _told(self, done: Evaluated) -> dict[str, Any]:
-        def plain(one: Mean) -> dict[str, Any]:
+    def _record(self, evaluated: Evaluated) -> dict[str, Any]:
+        def as_json(mean: Mean) -> dict[str, Any]:
             return {
                 key: value if math.isfinite(value) else None  # JSON has no NaN
-                for key, value in asdict(one).items()
+                for key, value in asdict(mean).items()
             }
 
         lineup = self.lineup
         table: dict[str, Any] = {}
-        for (n, label, name), mean in done.means.items():
-            cell = plain(mean)
-            if (gap := done.differences.get((n, label, name))) is not None:
-                cell["difference"] = plain(gap)
+        for (n, label, name), mean in evaluated.means.items():
+            cell = as_json(mean)
+            if (difference := evaluated.differences.get((n, label, name))) is not None:
+                cell["difference"] = as_json(difference)
             table.setdefault(str(n), {}).setdefault(label, {})[name] = cell
         return {
             "g2rpo": __version__,
             "models": lineup.models,
-            "prompts": len(lineup.drawing.prompts),
-            "num_images": lineup.drawing.num_images,
-            "seed": lineup.drawing.seed,
+            "prompts": len(lineup.request.prompts),
+            "num_images": lineup.request.num_images,
+            "seed": lineup.request.seed,
             "shift": lineup.shift,
             "conditions": lineup.conditions,
             "described": lineup.described,

@@ -1,4 +1,4 @@
-"""The work of `g2rpo gallery`: a figure as in papers, a row a prompt, a column a model, the same seeds."""
+"""The work of `g2rpo gallery`: a figure as in papers, one row per prompt and one column per model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from g2rpo.evaluation.lineup import Drawing, Lineup
+from g2rpo.evaluation.lineup import Lineup
 from g2rpo.evaluation.matching import read_pixels
-from g2rpo.inference.images import _wrapped, to_pil
+from g2rpo.inference.images import to_pil, wrapped
+from g2rpo.inference.sample import SampleRequest
+from g2rpo.runtime.files import atomic_path
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import barrier, end_processes, rank, resolve_device, start_processes
 
 CELL_PX, LARGEST_CELL_PX = 176, 320
-"""Smaller pictures are enlarged by whole pixels to the first, larger ones reduced to the second."""
+"""Cell widths in pixels: small images are enlarged to the first by an integer factor, large ones reduced to
+the second."""
 _CAPTION_PX, _GAP_PX, _EDGE_PX = 190, 8, 16
 _FONT_PX, _TITLE_PX = 15, 17
 _INK, _PALE = "#1a1a1a", "#808080"
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What `gallery` did: the figure, the labels of its columns; interrupted: there is no figure yet."""
+class GalleryResult:
+    """Result of `gallery`.
+
+    Attributes:
+        file: the figure; where `interrupted`, it is not written yet.
+        labels: titles of the columns.
+        interrupted: a signal ended the call.
+    """
 
     file: Path
     labels: list[str]
@@ -35,89 +44,90 @@ class Shown:
 
 def gallery(
     models: Sequence[str],
-    drawing: Drawing,
+    request: SampleRequest,
     *,
     labels: Sequence[str] | None = None,
     out: str | Path = "gallery",
     say: Callable[[str], None] = print,
-) -> Shown:
-    """Draws what is missing and writes OUT/gallery.png; the single pictures stay in OUT/<label>/<steps>/.
+) -> GalleryResult:
+    """Samples the missing images and writes OUT/gallery.png; the images stay in OUT/<label>/<steps>/.
 
     Args:
-        drawing: of one number of steps.
+        models: whatever `open_policy` opens, one column each.
+        request: with one number of steps.
+        labels: titles of the columns; None: from `models`.
 
     Raises:
         ValueError: as `evaluate`.
     """
-    if len(drawing.steps) != 1:
-        raise ValueError(f"a gallery is drawn in one number of steps, got {len(drawing.steps)}")
-    where = Path(out).expanduser()
-    start_processes(resolve_device(drawing.device))
+    num_steps = request.num_steps
+    folder = Path(out).expanduser()
+    start_processes(resolve_device(request.device))
     try:
         speak: Callable[[str], Any] = say if rank() == 0 else len
-        lineup = Lineup("gallery", models, drawing, where, labels=labels, say=speak)
-        shown = Shown(where / "gallery.png", lineup.labels, False)
+        lineup = Lineup("gallery", models, request, folder, labels=labels, say=speak)
+        result = GalleryResult(folder / "gallery.png", lineup.labels, False)
         with interruptible() as interrupt:
             try:
                 for label in lineup.labels:
-                    lineup.draw(label, interrupt)
+                    lineup.sample(label, interrupt)
             except KeyboardInterrupt:
-                speak(f"interrupted; what is drawn is kept in {where}, the same command goes on")
-                return Shown(shown.file, lineup.labels, True)
+                speak(f"interrupted; finished images are kept in {folder}; run the same command to continue")
+                return GalleryResult(result.file, lineup.labels, True)
         barrier()
         if rank() == 0:
-            write_sheet(lineup, drawing.steps[0], shown.file)
+            write_sheet(lineup, num_steps, result.file)
         barrier()
-        return shown
+        return result
     finally:
         end_processes()
 
 
 def write_sheet(lineup: Lineup, steps: int, path: Path, rows: int | None = None) -> None:
-    """The first `rows` prompts (None: all of them), the first picture of each, by every model."""
-    drawing = lineup.drawing
-    places = range(0, len(drawing.every), drawing.num_images)[:rows]
-    pictures = [
-        [read_pixels(lineup.file(label, steps, place)) for label in lineup.labels] for place in places
-    ]
-    captions = [drawing.every[place].text for place in places]
-    notes = [f"seed {drawing.seeds[place]}" for place in places]
-    sheet(pictures, captions, lineup.labels, notes).save(path)
+    """Writes the first image of each prompt by every model, for the first `rows` prompts (None: all)."""
+    texts, seeds = lineup.request.texts, lineup.request.seeds
+    indices = range(0, len(texts), lineup.request.num_images)[:rows]
+    images = [[read_pixels(lineup.file(label, steps, i)) for label in lineup.labels] for i in indices]
+    captions = [texts[i] for i in indices]
+    notes = [f"seed {seeds[i]}" for i in indices]
+    with atomic_path(path) as temporary:
+        sheet(images, captions, lineup.labels, notes).save(temporary)
 
 
 def sheet(
-    pictures: Sequence[Sequence[Tensor]],
+    images: Sequence[Sequence[Tensor]],
     captions: Sequence[str],
     titles: Sequence[str],
     notes: Sequence[str] | None = None,
 ) -> Image.Image:
-    """Rows of pictures with their caption to the left, and a title above each column.
+    """Arranges rows of images, each with its caption to the left, under a title for each column.
 
     Args:
-        pictures: rows of [3, H, W] in [0, 1], all of one shape.
-        captions: one a row, cut where they are longer than the row is high.
-        notes: one a row, in grey below the caption.
+        images: rows of images [3, H, W] in [0, 1], all of one shape.
+        captions: one per row, truncated to the height of the row.
+        titles: one per column.
+        notes: one per row, in grey below the caption.
 
     Raises:
-        ValueError: counts or shapes that do not fit.
+        ValueError: the numbers of images, captions and titles do not match, or the images' shapes differ.
     """
-    shapes = {tuple(one.shape) for row in pictures for one in row}
-    if len(shapes) != 1 or len(captions) != len(pictures) or any(len(r) != len(titles) for r in pictures):
+    shapes = {tuple(image.shape) for row in images for image in row}
+    if len(shapes) != 1 or len(captions) != len(images) or any(len(row) != len(titles) for row in images):
         raise ValueError(
-            f"a sheet needs a caption a row and a title a column, and pictures of one shape; got "
-            f"{len(pictures)} rows, {len(captions)} captions, {len(titles)} titles, shapes {sorted(shapes)}"
+            f"a sheet needs one caption per row, one title per column, and images of one shape; got "
+            f"{len(images)} rows, {len(captions)} captions, {len(titles)} titles, shapes {sorted(shapes)}"
         )
     _, height, width = shapes.pop()
     cell_width = min(width * max(1, -(-CELL_PX // width)), LARGEST_CELL_PX)
     cell_height = round(height * cell_width / width)
-    exact = Image.Resampling.NEAREST if cell_width % width == 0 else Image.Resampling.LANCZOS
+    resample = Image.Resampling.NEAREST if cell_width % width == 0 else Image.Resampling.LANCZOS
     small, large = ImageFont.load_default(_FONT_PX), ImageFont.load_default(_TITLE_PX)
-    heads = [_wrapped(title, large, cell_width, 2) for title in titles]
+    heads = [wrapped(title, large, cell_width, 2) for title in titles]
     head_px = (_TITLE_PX + 4) * max(head.count("\n") + 1 for head in heads) + _GAP_PX
     left = _EDGE_PX + _CAPTION_PX + 2 * _GAP_PX
     size = (
         left + len(titles) * (cell_width + _GAP_PX) - _GAP_PX + _EDGE_PX,
-        _EDGE_PX + head_px + len(pictures) * (cell_height + _GAP_PX) - _GAP_PX + _EDGE_PX,
+        _EDGE_PX + head_px + len(images) * (cell_height + _GAP_PX) - _GAP_PX + _EDGE_PX,
     )
     page = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(page)
@@ -128,16 +138,16 @@ def sheet(
         draw.multiline_text(
             (middle, _EDGE_PX + head_px - _GAP_PX), head, _INK, large, anchor="md", align="center", spacing=4
         )
-    for row, (images, caption) in enumerate(zip(pictures, captions, strict=True)):
+    for row, (row_images, caption) in enumerate(zip(images, captions, strict=True)):
         y = _EDGE_PX + head_px + row * (cell_height + _GAP_PX)
-        text = _wrapped(caption, small, _CAPTION_PX, lines)
+        text = wrapped(caption, small, _CAPTION_PX, lines)
         block_px = line_px * (text.count("\n") + 1 + (1 if notes else 0))
         top = y + max(0, cell_height - block_px) // 2
         for n, line in enumerate(text.split("\n")):
             draw.text((_EDGE_PX, top + n * line_px), line, _INK, small)
         if notes:
             draw.text((_EDGE_PX, top + block_px - line_px), notes[row], _PALE, small)
-        for column, image in enumerate(images):
-            shown = to_pil(torch.as_tensor(image)).resize((cell_width, cell_height), exact)
-            page.paste(shown, (left + column * (cell_width + _GAP_PX), y))
+        for column, image in enumerate(row_images):
+            resized = to_pil(torch.as_tensor(image)).resize((cell_width, cell_height), resample)
+            page.paste(resized, (left + column * (cell_width + _GAP_PX), y))
     return page

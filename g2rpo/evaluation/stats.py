@@ -1,15 +1,16 @@
-"""How sure a mean over prompts is; they are the independent units, pictures of one prompt are alike.
+"""Uncertainty of means. Over prompts, a prompt is the independent unit: images of one prompt are correlated.
 
-standard error    s / sqrt(n) over the prompts' means
+standard error    s / sqrt(n), over the means per prompt
 interval          percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13):
-                  prompts are drawn anew with replacement, the interval holds the middle 95 % of the means.
-                  Below some 20 prompts it is too narrow, as every such interval is.
+                  prompts are resampled with replacement; the interval is the middle 95 % of their means.
+                  With fewer than about 20 prompts it is too narrow, as every such interval is.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +18,21 @@ from torch import Tensor
 
 LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
 FEW_PROMPTS = 20
-"""Fewer make intervals that cover noticeably less than they say."""
-_DRAWN_AT_ONCE = 4_000_000
+"""With fewer prompts, intervals cover the true mean noticeably less often than stated."""
+_RESAMPLED_AT_ONCE = 4_000_000
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over prompts.
+    """Mean score over prompts.
 
     Attributes:
-        mean, standard_error: NaN for no prompts, and an error for fewer than two.
-        prompts: with at least one valid score. invalid: scores (pictures) that are no numbers, left out.
+        mean: NaN without prompts.
+        standard_error: NaN for fewer than two prompts.
+        prompts: number of prompts with at least one finite score.
+        invalid: number of images without a finite score; they are excluded.
     """
 
     mean: float
@@ -40,41 +43,68 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference(Mean):
-    """A mean of paired differences; low, high: its 95 % bootstrap interval, NaN for under two prompts."""
+    """Mean of paired differences over prompts.
+
+    Attributes:
+        low, high: 95 % bootstrap interval of the mean, NaN for fewer than two prompts.
+    """
 
     low: float
     high: float
 
 
 def prompt_means(scores: Array) -> Array:
-    """[P, M] scores of M pictures a prompt -> [P] means over the finite ones; NaN where there is none."""
-    known = np.isfinite(scores)
-    count = known.sum(1)
-    total = np.where(known, scores, 0.0).sum(1)
+    """Mean over the finite scores of each prompt.
+
+    Args:
+        scores: [P, M], M images per prompt.
+
+    Returns:
+        [P]; NaN for prompts without a finite score.
+    """
+    valid = np.isfinite(scores)
+    count = valid.sum(1)
+    total = np.where(valid, scores, 0.0).sum(1)
     means: Array = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     return means
 
 
-def mean_of(scores: Array) -> Mean:
-    """Mean and standard error of scores [P, M]."""
+def mean_and_error(values: Array | Tensor) -> tuple[Any, Any]:
+    """Mean over the first axis and its standard error, s / sqrt(n) with n - 1 in the variance.
+
+    Args:
+        values: [n] or [n, ...], float64. Arrays and tensors keep their own library's order of summation.
+
+    Returns:
+        Mean and error, without the first axis; NaN where n is below 1 and 2.
+    """
+    n = len(values)
+    if n == 0:
+        return math.nan, math.nan
+    if n == 1:
+        return values.mean(0), math.nan
+    std: Any = values.std(0) if isinstance(values, Tensor) else values.std(0, ddof=1)
+    return values.mean(0), std / math.sqrt(n)
+
+
+def mean_over_prompts(scores: Array) -> Mean:
+    """Mean and standard error over prompts of scores [P, M], M images per prompt."""
     units = prompt_means(scores)
     units = units[np.isfinite(units)]
-    n = len(units)
-    mean = float(units.mean()) if n else math.nan
-    error = float(units.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
-    return Mean(mean, error, n, int((~np.isfinite(scores)).sum()))
+    mean, error = map(float, mean_and_error(units))
+    return Mean(mean, error, len(units), int((~np.isfinite(scores)).sum()))
 
 
-def difference_of(scores: Array, reference: Array) -> Difference:
-    """Of scores [P, M] to those of the same prompts and seeds by the reference [P, M].
+def difference_over_prompts(scores: Array, reference: Array) -> Difference:
+    """Mean paired difference of scores [P, M] to the reference's scores [P, M] of the same prompts and seeds.
 
-    A pair without both scores is left out, so that each difference is between pictures of one seed.
+    A pair without both scores is excluded, so that each difference is between images of the same seed.
     """
-    both = np.isfinite(scores) & np.isfinite(reference)
-    gaps = np.where(both, np.where(both, scores, 0.0) - np.where(both, reference, 0.0), np.nan)
-    one, units = mean_of(gaps), prompt_means(gaps)
+    paired = np.isfinite(scores) & np.isfinite(reference)
+    gaps = np.where(paired, np.where(paired, scores, 0.0) - np.where(paired, reference, 0.0), np.nan)
+    gap, units = mean_over_prompts(gaps), prompt_means(gaps)
     low, high = interval(units[np.isfinite(units)])
-    return Difference(one.mean, one.standard_error, one.prompts, one.invalid, low, high)
+    return Difference(gap.mean, gap.standard_error, gap.prompts, gap.invalid, low, high)
 
 
 def interval(
@@ -84,19 +114,12 @@ def interval(
     n = len(values)
     if n < 2:
         return math.nan, math.nan
-    draws = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     means = np.empty(resamples)
-    rows = max(1, _DRAWN_AT_ONCE // n)
+    rows = max(1, _RESAMPLED_AT_ONCE // n)
     for low in range(0, resamples, rows):
         part = means[low : low + rows]
-        part[:] = values[draws.integers(n, size=(len(part), n))].mean(1)
+        part[:] = values[generator.integers(n, size=(len(part), n))].mean(1)
     edge = (1 - level) / 2
     lower, upper = np.quantile(means, (edge, 1 - edge))
     return float(lower), float(upper)
-
-
-def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """Mean of what is a number, and the standard error of that mean."""
-    known = values[values.isfinite()].double()
-    error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else math.nan
-    return known.mean().item(), error

@@ -1,4 +1,4 @@
-"""An evaluation as text: tables like those of papers, a row a model, a column a reward."""
+"""An evaluation as text: tables as in papers, one row per model and one column per reward."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from g2rpo.evaluation.stats import FEW_PROMPTS, Difference, Mean
 Key = tuple[int, str, str]  # steps, label, reward
 
 
-def markdown(means: Mapping[Key, Mean], differences: Mapping[Key, Difference], about: str) -> str:
-    """One table a number of steps.
+def markdown(means: Mapping[Key, Mean], differences: Mapping[Key, Difference], conditions: str) -> str:
+    """Formats an evaluation as Markdown, with one table per number of denoising steps.
 
     Args:
-        differences: of the models but the first. about: how the pictures were drawn.
+        means: of every model.
+        differences: of every model but the first.
+        conditions: how the images were sampled, as text.
     """
     labels = list(dict.fromkeys(label for _, label, _ in means))
     names = list(dict.fromkeys(name for _, _, name in means))
-    lines = ["# Evaluation", "", about + ".", "", "Mean ± standard error over prompts."]
+    lines = ["# Evaluation", "", conditions + ".", "", "Mean ± standard error over prompts."]
     if differences:
         lines[-1] += (
             f" In brackets: the paired difference to {labels[0]} (same prompts, same seeds) with its 95 % "
@@ -35,13 +37,13 @@ def markdown(means: Mapping[Key, Mean], differences: Mapping[Key, Difference], a
 
 
 def cell(mean: Mean, difference: Difference | None) -> str:
-    """`0.7341 ± 0.0034 (+0.0110 [+0.0061, +0.0158])`."""
+    """Formats a cell, such as `0.7341 ± 0.0034 (+0.0110 [+0.0061, +0.0158])`."""
     own, change = split(mean, difference)
     return f"{own} ({change})" if change else own
 
 
 def split(mean: Mean, difference: Difference | None) -> tuple[str, str]:
-    """The two parts of a cell; the second is empty for the first model."""
+    """Formats the two parts of a cell: mean and difference; the latter is empty for the first model."""
     own = f"{number(mean.mean)} ± {number(mean.standard_error)}"
     if difference is None:
         return own, ""
@@ -50,18 +52,18 @@ def split(mean: Mean, difference: Difference | None) -> tuple[str, str]:
 
 
 def number(value: float, sign: str = "") -> str:
-    """Four decimals, a dash for what is no number."""
+    """Formats four decimals; NaN and infinities become a dash."""
     return f"{value:{sign}.4f}" if math.isfinite(value) else "–"
 
 
 def notes(means: Mapping[Key, Mean], differences: Mapping[Key, Difference]) -> Iterator[str]:
-    """What a reader of the numbers must know besides."""
-    fewest = min(one.prompts for one in (*means.values(), *differences.values()))
+    """Yields warnings about few prompts and missing scores."""
+    fewest = min(mean.prompts for mean in (*means.values(), *differences.values()))
     if fewest < FEW_PROMPTS:
         yield f"fewer than {FEW_PROMPTS} prompts: errors are rough, and bootstrap intervals too narrow"
-    for (steps, label, name), one in means.items():
-        if one.invalid:
+    for (steps, label, name), mean in means.items():
+        if mean.invalid:
             yield (
-                f"{one.invalid} pictures of {label} in {steps} steps have no score by {name}, and are left "
-                f"out ({one.prompts} prompts remain)"
+                f"{mean.invalid} images of {label} in {steps} steps have no score by {name} and are excluded "
+                f"({mean.prompts} prompts remain)"
             )

@@ -14,10 +14,10 @@ from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, SINGLE_FILE
 from g2rpo.models.tiny import is_tiny
 
 Kind = Literal["auto", "diffusers", "lora", "single_file", "comfyui"]
-"""Layouts of an export; "auto" is lora for runs that trained adapters, else diffusers."""
+"""Layouts of an export; "auto" is lora for runs that trained adapters, otherwise diffusers."""
 
 ADAPTERS = ("lora", "comfyui")
-"""Layouts that hold adapters alone."""
+"""Layouts that hold only adapters."""
 
 FLUX_WIDTH = 3072
 
@@ -30,12 +30,20 @@ def model_card(
     policy: FluxPolicy,
     kind: Kind,
 ) -> str:
-    """README.md of an export: what it is, how to load it, how it was trained, what it scores, its licence."""
+    """Formats README.md of an export: how to load it, how it was trained, what it scores, its licence.
+
+    Args:
+        settings: of the run.
+        metrics: lines of metrics.jsonl up to the exported iteration.
+        iteration: number of iterations that the model was trained for.
+        policy: the exported policy.
+        kind: layout of the export, other than "auto".
+    """
     licence = base_licence(policy.folder)
     embedded = is_tiny(settings.model)
     base = "the embedded model of g2rpo" if embedded else settings.model
-    given = Path(settings.weights or "").name
-    origin = f"{base} with the weights of {given}" if given else base
+    initial = Path(settings.weights or "").name
+    origin = f"{base} with the weights of {initial}" if initial else base
     head = ["library_name: diffusers", "pipeline_tag: text-to-image"]
     head += [] if embedded or Path(settings.model).exists() else [f"base_model: {settings.model}"]
     head += [f"{key}: {value}" for key, value in licence.items()]
@@ -57,13 +65,13 @@ def model_card(
         "",
         *_metrics_table(metrics),
         "",
-        "A reward that was trained on rises more easily than the pictures get better; judge by the others.",
+        "A reward that was trained on can rise without better images; rely on the other rewards.",
         "",
         "## Licence",
         "",
         f"These weights derive from {base} and stay under its terms"
         + (f": {terms}." if terms else "; its files state none, so ask its owner before using them.")
-        + (f" {given} may have terms of its own." if given else ""),
+        + (f" {initial} may have terms of its own." if initial else ""),
         "",
         "## Settings",
         "",
@@ -75,15 +83,15 @@ def model_card(
 
 
 def _loading(settings: Settings, policy: FluxPolicy, kind: Kind) -> list[str]:
-    """How other programs load this export, as Markdown."""
+    """Markdown on how other programs load this export."""
     embedded, config = is_tiny(settings.model), policy.module.config
     width = config.num_attention_heads * config.attention_head_dim
     file = COMFYUI_LORA_FILE if kind == "comfyui" else SINGLE_FILE
     if kind in ADAPTERS and settings.weights:
-        place = f"{settings.model} with the weights of {settings.weights}"
+        target = f"{settings.model} with the weights of {settings.weights}"
         sample = ["```sh", 'g2rpo sample "THIS FOLDER" --prompt "…"', "```"]
         other = "For other programs, `g2rpo export RUN --layout diffusers` makes one model of all three."
-        return [f"These adapters belong onto {place}; this puts them there:", "", *sample, "", other]
+        return [f"These adapters apply to {target}; this command applies them:", "", *sample, "", other]
     if kind in ("comfyui", "single_file") and width != FLUX_WIDTH:
         return [
             f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's is "
@@ -129,17 +137,20 @@ def _loading(settings: Settings, policy: FluxPolicy, kind: Kind) -> list[str]:
 
 
 def base_licence(folder: Path) -> dict[str, str]:
-    """`license`, `license_name`, `license_link` of the base model's card, those that it has."""
+    """Reads `license`, `license_name` and `license_link` from a base model's card, as far as it has them.
+
+    Args:
+        folder: the base model's, with the card in README.md.
+    """
     card = folder / "README.md"
     head = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8"), re.S) if card.is_file() else None
     if head is None:
         return {}
-    found = re.findall(r"^(license(?:_name|_link)?):[ \t]*(.+?)[ \t]*$", head[1], re.M)
-    return {key: value for key, value in found}
+    return dict(re.findall(r"^(license(?:_name|_link)?):[ \t]*(.+?)[ \t]*$", head[1], re.M))
 
 
 def _metrics_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """First and last value of every reward and evaluation, as Markdown."""
+    """Markdown table of the first and last value of every reward and evaluation."""
     series: dict[str, list[float]] = {}
     for line in metrics:
         for key, value in line.items():

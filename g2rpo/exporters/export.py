@@ -1,12 +1,12 @@
 """A trained policy as files that other programs load.
 
     diffusers   FluxPipeline.from_pretrained(FOLDER): the tuned transformer, the base's other parts
-    lora        pipeline.load_lora_weights(FOLDER): the adapters alone
-    single_file the tuned transformer in one file, in the names of FLUX.1's own release
-    comfyui     the adapters in one file, in those names
+    lora        pipeline.load_lora_weights(FOLDER): only the adapters
+    single_file the tuned transformer in one file, with the key names of FLUX.1's own release
+    comfyui     the adapters in one file, with the same key names
 
-Each with README.md (a model card: settings, rewards, metrics, the base's licence) and g2rpo.json, from
-which `g2rpo sample FOLDER` takes the base model and the conditions of the run (saved.CONDITIONS).
+Each comes with README.md (a model card: settings, rewards, metrics, the base's licence) and g2rpo.json, from
+which `g2rpo sample FOLDER` takes the base model and the conditions of the run (`models.registry.CONDITIONS`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from g2rpo.models.flux.export import WRITERS
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.run.folder import BEST
 from g2rpo.run.metrics import read_metrics
+from g2rpo.runtime.files import write_atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,26 +38,31 @@ def export_run(
     kind: Kind = "auto",
     dtype: str = "float32",
 ) -> Path:
-    """Exports a run's newest checkpoint, or RUN/best, or one of it, to `out` (None: RUN/export[_best]).
+    """Exports a run's newest checkpoint, RUN/best or another checkpoint of it.
 
     Args:
-        kind: one of `Kind`; "auto" is lora for runs that trained adapters, else diffusers.
-        dtype: of the written weights. bfloat16 halves the size; it rounds weights to 8 bits, which can be
-            as much as a short training changed them.
+        run: the run folder, RUN/best or RUN/checkpoints/step_….
+        out: the folder to write; None: RUN/export, or RUN/export_best.
+        kind: one of `Kind`; "auto" is lora for runs that trained adapters, otherwise diffusers.
+        dtype: of the written weights. bfloat16 halves the size, but its 8 significant bits can round away
+            what a short training changed.
+
+    Returns:
+        The written folder.
 
     Raises:
-        ValueError: no checkpoint, an `out` that holds something else or cannot be written, or a kind that the
-            run does not have.
+        ValueError: no checkpoint, an `out` that holds something else or cannot be written, a kind that the
+            run cannot be exported as, or a base model without files. Nothing is written then.
     """
-    # A base stored in 8 bits was the run's; adapters and merged weights go out on the base itself.
+    # Only the run stored its base in 8 bits; adapters are exported for, and merged into, the original base.
     policy, settings, state = open_run(run, device="cpu", precision="float32", base_dtype="compute")
-    opened = Path(run).expanduser()
-    folder = run_of(opened) or opened
+    path = Path(run).expanduser()
+    folder = run_of(path) or path
     metrics = read_metrics(file) if (file := folder / "metrics.jsonl").is_file() else []
     iteration = int(state["iteration"])
     return export_policy(
         policy,
-        Path(out) if out is not None else folder / ("export_best" if opened == folder / BEST else "export"),
+        Path(out) if out is not None else folder / ("export_best" if path == folder / BEST else "export"),
         settings=settings,
         metrics=[line for line in metrics if line.get("step", 0) <= iteration],
         iteration=iteration,
@@ -75,15 +81,19 @@ def export_policy(
     kind: Kind = "auto",
     dtype: str = "float32",
 ) -> Path:
-    """Writes `policy` to the folder `out`, whole or not at all, replacing an earlier export; returns `out`.
+    """Writes `policy` to the folder `out`, completely or not at all, replacing an earlier export.
 
     Args:
         settings, metrics, iteration: for the model card; metrics are the lines of metrics.jsonl.
-        kind, dtype: as `export_run`.
+        kind, dtype: as in `export_run`.
+
+    Returns:
+        `out`.
 
     Raises:
         ValueError: as `export_run`.
     """
+    base = policy.folder  # refuses a model without files, before anything is written
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
     if kind not in get_args(Kind):
@@ -91,13 +101,13 @@ def export_policy(
     adapters = bool(getattr(policy.module, "peft_config", None))
     if kind in ADAPTERS and not adapters:
         raise ValueError(
-            "this run trained all weights (lora_rank=0), so there is no LoRA; take the layout diffusers or "
+            "this run trained all weights (lora_rank=0), so there is no LoRA; use the layout diffusers or "
             "single_file"
         )
     if kind == "auto":
         kind = "lora" if adapters else "diffusers"
     if out.exists() and not (out / EXPORT_FILE).is_file():
-        raise ValueError(f"{out} exists and is no export of g2rpo; choose another folder")
+        raise ValueError(f"{out} exists and is not an export by g2rpo; choose another folder")
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -106,20 +116,23 @@ def export_policy(
         raise ValueError(
             f"cannot write to {out.parent} ({error.strerror}); give another folder: --out FOLDER"
         ) from error
-    WRITERS[kind](policy, unfinished, DTYPES[dtype])
-    record = {
-        "base_model": settings.model,
-        "guidance": policy.guidance,
-        "resolution": policy.resolution,
-        "iteration": iteration,
-        "settings": settings.resolved().model_dump(mode="json"),
-    }
-    (unfinished / EXPORT_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-    card = model_card(settings, metrics, iteration, policy=policy, kind=kind)
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
-    for licence in policy.folder.glob("LICENSE*"):
-        shutil.copyfile(licence, unfinished / licence.name)
-    if out.exists():
-        shutil.rmtree(out)
-    unfinished.rename(out)
+    try:
+        WRITERS[kind](policy, unfinished, DTYPES[dtype])
+        record = {
+            "base_model": settings.model,
+            "guidance": policy.guidance,
+            "resolution": policy.resolution,
+            "iteration": iteration,
+            "settings": settings.resolved().model_dump(mode="json"),
+        }
+        write_atomic(unfinished / EXPORT_FILE, json.dumps(record, indent=1, ensure_ascii=False))
+        card = model_card(settings, metrics, iteration, policy=policy, kind=kind)
+        write_atomic(unfinished / "README.md", card)
+        for licence in base.glob("LICENSE*"):
+            shutil.copyfile(licence, unfinished / licence.name)
+        if out.exists():
+            shutil.rmtree(out)
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return out

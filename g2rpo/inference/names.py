@@ -1,4 +1,4 @@
-"""What can be known of a model before it is opened: whether it is there, its label, its state."""
+"""What is known of a model before it is opened: whether it exists, its label, conditions and state."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from g2rpo.run.folder import BEST
 
 
 def check_model(model: str, base: str | None = None) -> None:
-    """Whether `open_policy` can find a model; of one on the hub a configuration file is fetched.
+    """Checks that `open_policy` can find a model; of a model on the hub a configuration file is fetched.
 
-    Bare weights, and those that a run of adapters began with, are checked as loading would check them.
+    Bare weights, and the initial weights of a run that trained adapters, are checked as loading would check
+    them.
+
+    Args:
+        model: whatever `open_policy` opens.
+        base: model that bare weights belong to.
 
     Raises:
-        ValueError: no such model, a run without a checkpoint, weights without a base, or weights that cannot
-            be put onto it.
+        ValueError: no such model, a run without a checkpoint, weights without a base, or weights that do not
+            fit the base.
     """
     path = Path(model).expanduser()
     run = run_of(path)
     if run is not None:
-        found = checkpoint_of(path, run)
-        if found is None or not found.is_dir():
+        checkpoint = checkpoint_of(path, run)
+        if checkpoint is None or not checkpoint.is_dir():
             raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
         settings = read_settings(run)
-        if settings.lora_rank:  # else its checkpoint holds all weights
+        if settings.lora_rank:  # otherwise its checkpoint holds all weights
             check_weights(settings)
         return
     if not is_weights(path):
@@ -42,28 +47,31 @@ def check_model(model: str, base: str | None = None) -> None:
 
 
 def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list[str]:
-    """A short name for each model, different for each, that a folder may have.
+    """Makes a short, unique label for each model that is valid as a folder's name.
 
     Args:
-        given: names to take instead.
+        models: whatever `open_policy` opens.
+        given: labels to use instead of the models' names.
 
     Raises:
-        ValueError: no models, or other than one given name each.
+        ValueError: no models, or not exactly one non-empty given label per model.
     """
     if not models:
         raise ValueError("no models: name at least one, such as tiny")
     if given is not None and (len(given) != len(models) or not all(name.strip() for name in given)):
-        raise ValueError(f"{len(given)} labels for {len(models)} models; give one each, with commas between")
-    found: list[str] = []
+        raise ValueError(
+            f"{len(given)} labels for {len(models)} models; give one per model, separated by commas"
+        )
+    labels: list[str] = []
     for wanted in given if given is not None else map(_short, models):
         name = re.sub(r"[^\w.@+-]+", "_", wanted.strip()).strip("._") or "model"
-        name = re.sub(r"\.(?=(csv|json|md|png)$)", "_", name)  # as the files beside it are called
+        name = re.sub(r"\.(?=(csv|json|md|png)$)", "_", name)  # names of the files beside it
         label, number = name, 1
-        while label in found:
+        while label in labels:
             number += 1
             label = f"{name}-{number}"
-        found.append(label)
-    return found
+        labels.append(label)
+    return labels
 
 
 def _short(model: str) -> str:
@@ -72,7 +80,7 @@ def _short(model: str) -> str:
         return f"{path.parent.parent.name}_{path.name}"
     if path.name == BEST and path.parent.name and not path.expanduser().is_dir():
         return f"{_short(str(path.parent))}_{BEST}"
-    if path.name.isdigit() and path.parent.name:  # of a comparison: ARM/SEED
+    if path.name.isdigit() and path.parent.name:  # a run of a comparison: ARM/SEED
         return f"{path.parent.name}_{path.name}"
     if path.name in ("export", "") and path.parent.name:
         return path.parent.name
@@ -82,7 +90,7 @@ def _short(model: str) -> str:
 
 
 def own_conditions(model: str) -> dict[str, Any]:
-    """What a run or an export says that it is drawn with; {} for other models."""
+    """Returns the conditions of `CONDITIONS` that a run or an export records; {} for other models."""
     path = Path(model).expanduser()
     run = run_of(path)
     if run is not None:
@@ -96,7 +104,10 @@ def own_conditions(model: str) -> dict[str, Any]:
 
 
 def model_state(model: str) -> str:
-    """Changes when a model on this disk does: a run's newest checkpoint; sizes and times of weight files."""
+    """Returns a text that changes with a model on disk: the path, sizes and times of its weights.
+
+    Models that are not on disk give an empty text.
+    """
     path = Path(model).expanduser()
     run = run_of(path)
     if run is not None:
@@ -104,6 +115,6 @@ def model_state(model: str) -> str:
     if not path.exists():
         return ""
     weights = [path] if path.is_file() else sorted([*path.rglob("*.safetensors"), *path.rglob("*.distcp")])
-    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in weights]
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
     hashed = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     return f"{path.absolute()} {hashed}"

@@ -1,9 +1,9 @@
-"""Any model a command may name, opened as a policy.
+"""Opens any model that a command may name as a policy.
 
 tiny, tiny@NAME, owner/model      the embedded model, the hub
 FOLDER with model_index.json      a base model or an export
-FOLDER with config.toml           a run: its newest checkpoint (or RUN/best, or one RUN/checkpoints/step_…)
-a LoRA folder, a .safetensors     put onto `base`
+FOLDER with config.toml           a run: its newest checkpoint (or RUN/best, or a RUN/checkpoints/step_…)
+a LoRA folder, a .safetensors     applied to `base`
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from g2rpo.run.checkpoint import load_checkpoint
 from g2rpo.run.folder import BEST, damage, latest_checkpoint
 
 EXPORT_FILE = "g2rpo.json"
-"""Beside an export's weights: its base model and the settings of its run."""
+"""File beside an export's weights, with its base model and the settings of its run."""
 
 
 def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
-    """The base of bare weights at `path`, and the files to put onto it, in order.
+    """Returns the base model of bare weights at `path`, and the weight files to apply to it, in order.
 
     Args:
-        base: that was asked for; None: what an export knows of itself.
+        path: the weights.
+        base: the requested base; None: the one that an export records.
 
     Raises:
         ValueError: no base is known.
@@ -43,7 +44,7 @@ def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
     base = base or record.get("base_model")
     if base is None:
         raise ValueError(
-            f"{path} holds weights alone; say which model they belong to with --base NAME "
+            f"{path} holds only weights; name the model that they belong to with --base NAME "
             "(in Python base=NAME)"
         )
     return base, [*([Path(below).expanduser()] if below else []), path]
@@ -61,13 +62,16 @@ def open_policy(
     max_sequence_length: int | None = None,
     sigma_rounding: SigmaRounding | None = None,
 ) -> FluxPolicy:
-    """The policy that `model` names (see the top of this file).
+    """Opens the policy that `model` names (see the top of this file).
+
+    For a fair comparison, pass the first policy's `conditions` when the second is opened.
 
     Args:
-        base: model that a LoRA or bare weights belong to; an exported LoRA knows its own, and the weights
-            that its run put onto it. A `base` given here is taken as it is.
-        Others: None: the run's or the export's own, else as `load_policy` has it. What the first of two
-            policies has as its `conditions` makes the second a fair comparison.
+        model: name or path.
+        base: model that a LoRA or bare weights belong to. An exported LoRA records its base and the weights
+            that its run began with; a `base` given here is used without them.
+        device, precision, guidance, true_cfg, resolution, max_sequence_length, sigma_rounding: as in
+            `load_policy`; None: as the run or the export recorded, otherwise the default of `load_policy`.
 
     Raises:
         ValueError: no such model, a run without a checkpoint, or weights without a base.
@@ -87,7 +91,7 @@ def open_policy(
         policy, _, _ = open_run(path, **changes)
         return policy
     record = export_record(path)
-    # What the policy had comes before what the settings leave to the model (None).
+    # The record's own values take precedence: settings may leave them to the model (None).
     own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
     own |= {name: record.get(name) for name in ("guidance", "resolution") if name in record}
     arguments = without_none(own) | without_none(changes)
@@ -98,9 +102,16 @@ def open_policy(
 
 
 def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, dict[str, Any]]:
-    """Policy, settings and the checkpoint's plain state (its `iteration` among them) of a run or checkpoint.
+    """Opens a run or a checkpoint.
 
-    With `ema_decay` the running mean of the weights is what is opened, as in the run's own evaluations.
+    With `ema_decay` the policy has the averaged weights, as in the run's own evaluations.
+
+    Args:
+        path: the run folder, RUN/best or RUN/checkpoints/step_….
+        changes: settings of the policy that replace the run's own.
+
+    Returns:
+        Policy, settings, and the checkpoint's plain state, such as `iteration`.
 
     Raises:
         ValueError: neither a run folder nor a checkpoint in one, or no checkpoint yet.
@@ -113,23 +124,23 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
     settings = read_settings(run)
-    # The checkpoint holds all that was trained: without adapters nothing of `weights` is left.
+    # Without adapters the checkpoint holds all weights, so the initial `weights` are not needed.
     own = settings if settings.lora_rank else settings.model_copy(update={"weights": None})
     policy = policy_of(own, **changes)
-    torn = damage(checkpoint)  # told as it always was
+    was_damaged = damage(checkpoint)  # then loading's own error says more
     try:
         state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
         if settings.ema_decay:
             _load_ema(policy, checkpoint)
     except Exception as error:
-        if (problem := damage(checkpoint)) and not torn:  # a run that goes on removes what need not stay
+        if (problem := damage(checkpoint)) and not was_damaged:  # a run in progress removes old ones
             raise ValueError(f"{checkpoint} changed while it was read ({problem}); try again") from error
         raise
     return policy, settings, state
 
 
 def export_record(path: Path) -> dict[str, Any]:
-    """What an export says of itself: base_model, guidance, resolution, settings; {} for other models."""
+    """Reads the record of an export: base_model, guidance, resolution, iteration, settings; else {}."""
     file = path / EXPORT_FILE
     if not file.is_file():
         return {}
@@ -147,7 +158,7 @@ def _load_ema(policy: FluxPolicy, checkpoint: Path) -> None:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run folder that `path` is, or is a checkpoint of."""
+    """Returns the run folder that `path` names or is a checkpoint of; None for other paths."""
     candidates = [
         path,
         *([path.parent] if path.name == BEST and not path.is_dir() else []),
@@ -157,10 +168,10 @@ def run_of(path: Path) -> Path | None:
 
 
 def checkpoint_of(path: Path, run: Path) -> Path | None:
-    """The checkpoint that RUN (its newest; None: there is none yet), RUN/best or its own path names.
+    """Returns the checkpoint that `path` names: RUN the newest (None: there is none yet), RUN/best or itself.
 
     Raises:
-        ValueError: RUN/best where none is kept, or a damaged checkpoint.
+        ValueError: RUN/best of a run that keeps none, or a damaged checkpoint.
     """
     if path == run:
         return latest_checkpoint(run)
@@ -168,6 +179,7 @@ def checkpoint_of(path: Path, run: Path) -> Path | None:
 
 
 def is_weights(path: Path) -> bool:
+    """Whether `path` holds bare weights: a LoRA, a transformer's folder, or a .safetensors file."""
     if path.is_dir():
         return weight_file(path) is not None or (
             (path / "config.json").is_file() and not (path / "model_index.json").is_file()

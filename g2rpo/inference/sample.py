@@ -1,66 +1,77 @@
-"""Images of a policy: the plain ODE from seeded noise, as PNGs, a grid, or pairs before and after.
+"""Sampling images from a policy: the plain ODE from seeded noise, as PNGs, a grid, or pairs of two models.
 
     x_{k+1} = x_k + (sigma_{k+1} - sigma_k) v(x_k, sigma_k)        Euler, as in the stock FluxPipeline
 
-The start noise of an image comes from its seed alone, whatever else is made beside it. Several policies can
-share a walk, one after the other: MixGRPO (arXiv:2507.21802) lets the base model take the last steps, because
-what a tuned one adds there is often not the picture but marks that please the reward.
+The initial noise of an image depends on its seed alone, not on the other images of a request. Several
+policies can share the denoising steps, one after the other: MixGRPO (arXiv:2507.21802) lets the base model
+take the last steps, because what a tuned model adds there is often not content but artefacts that raise the
+reward.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from g2rpo.data.prompts import Prompt
+from g2rpo.data.stream import prompts_hash
 from g2rpo.flow.schedule import resolution_shift, shifted_sigmas
 from g2rpo.inference.images import comparison, grid, save_png
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
+from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.policy import Conditioning, Policy
+from g2rpo.runtime.files import atomic_path
 
-BEYOND_A_SHIFT = (
+UNSUPPORTED_SCHEDULER_OPTIONS = (
     "shift_terminal",
     "invert_sigmas",
     "use_karras_sigmas",
     "use_exponential_sigmas",
     "use_beta_sigmas",
 )
-"""Settings of diffusers' scheduler that make other schedules than shifted even steps."""
+"""Options of diffusers' scheduler whose sigmas are not shifted even steps."""
 
 
 def image_seeds(seed: int, count: int) -> list[int]:
-    """Seed of image i: `seed + i`, so any image can be made again by itself."""
+    """Returns the seeds: image i has `seed + i`, so that any image can be sampled again alone."""
     return [seed + i for i in range(count)]
 
 
 def start_noise(policy: Policy, seeds: Sequence[int]) -> Tensor:
-    """Standard normal latents [N, L, C], float32, each drawn on the CPU from its own seed."""
-    drawn = [
+    """Draws standard normal latents [N, L, C], float32, each on the CPU from its own seed."""
+    noise = [
         torch.randn(policy.latent_shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds
     ]
-    return torch.stack(drawn).to(policy.device)
+    return torch.stack(noise).to(policy.device)
 
 
 def pipeline_shift(folder: Path, num_tokens: int) -> float:
-    """The shift that the stock FluxPipeline of a model's folder draws an image of `num_tokens` tokens with.
+    """Returns the shift that a model's stock FluxPipeline applies to images of `num_tokens` tokens.
+
+    Args:
+        folder: the model, in diffusers layout.
+        num_tokens: number of latent tokens per image.
 
     Raises:
-        ValueError: no scheduler_config.json, or one whose schedule is no shift of even steps.
+        ValueError: scheduler_config.json is missing, or its sigmas are not a shift of even steps.
     """
     path = folder / "scheduler" / "scheduler_config.json"
     config = read_json(path)
-    other = [name for name in BEYOND_A_SHIFT if config.get(name)]
+    unsupported = [name for name in UNSUPPORTED_SCHEDULER_OPTIONS if config.get(name)]
     if config.get("time_shift_type", "exponential") != "exponential":
-        other.append(f"time_shift_type {config['time_shift_type']!r}")
-    if other:
-        raise ValueError(f"{path} asks for {', '.join(other)}, which no shift can say; give a number instead")
+        unsupported.append(f"time_shift_type {config['time_shift_type']!r}")
+    if unsupported:
+        raise ValueError(
+            f"{path} uses {', '.join(unsupported)}, which no shift can express; give a number instead"
+        )
     if not config.get("use_dynamic_shifting", False):
         return float(config.get("shift", 1.0))
     return resolution_shift(
@@ -82,32 +93,36 @@ def sample_images(
     batch: int = 16,
     cond: Conditioning | None = None,
 ) -> Tensor:
-    """One image a prompt: [N, 3, H, W] in [0, 1], float32, on the CPU.
+    """Samples one image per prompt.
 
     Args:
-        prompts: N texts, repeats allowed (each is encoded once).
-        num_steps, shift: Euler steps and schedule (see `schedule.shifted_sigmas`).
+        prompts: N texts; repeated texts are encoded once.
+        num_steps: number of Euler steps.
+        shift: shift of the sigmas (see `flow.schedule.shifted_sigmas`).
         seeds: N; image i depends on prompt i and seed i alone, up to the rounding of other batch sizes.
-        batch: images a forward.
-        cond: N rows in place of encoding, such as the cache's.
+        batch: images per forward.
+        cond: N rows of conditioning, such as cached ones; None: the policy encodes the prompts.
+
+    Returns:
+        [N, 3, H, W] in [0, 1], float32, on the CPU.
 
     Raises:
-        ValueError: counts that do not fit.
+        ValueError: the numbers of prompts, seeds and rows of conditioning do not match.
     """
     if cond is not None and len(cond) != len(prompts):
-        raise ValueError(f"{len(cond)} rows of conditioning for {len(prompts)} prompts; give one each")
+        raise ValueError(f"{len(cond)} rows of conditioning for {len(prompts)} prompts; give one per prompt")
     segment = Segment(lambda: policy, num_steps, cond)
     return sample_segments([segment], prompts, shift=shift, seeds=seeds, batch=batch)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps of a walk that one policy takes.
+    """Consecutive denoising steps that one policy takes.
 
     Attributes:
-        open: returns the policy; called once, when its turn comes.
-        num_steps: how many steps.
-        cond: a row an image in place of encoding the prompts; None: the policy encodes them.
+        open: returns the policy; called once, when its steps begin.
+        num_steps: number of denoising steps.
+        cond: one row of conditioning per image; None: the policy encodes the prompts.
     """
 
     open: Callable[[], Policy]
@@ -123,13 +138,14 @@ def sample_segments(
     seeds: Sequence[int],
     batch: int = 16,
 ) -> Tensor:
-    """As `sample_images`, by several policies: each takes its steps, the last one decodes.
+    """Samples one image per prompt by policies that take turns; the last one decodes.
 
-    All images are walked through a segment before the next policy is opened, with the latents on the CPU, so
-    only one policy is in memory (as far as the segments hold them: `open` should load, not look up).
+    All images pass through a segment before the next policy is opened, with the latents on the CPU. So only
+    one policy is in memory at a time, provided that `open` loads it and the caller keeps no reference.
 
     Raises:
-        ValueError: counts that do not fit, or policies whose latents differ in shape.
+        ValueError: the numbers of prompts and seeds differ, a segment has no step, or the policies' latents
+            differ in shape.
     """
     if not prompts or len(seeds) != len(prompts) or batch < 1:
         raise ValueError(
@@ -140,17 +156,17 @@ def sample_segments(
         counts = [segment.num_steps for segment in segments]
         raise ValueError(f"need at least one segment of at least one step, got {counts} steps")
     sigmas = shifted_sigmas(sum(segment.num_steps for segment in segments), shift)
-    walked: Tensor | None = None
+    latents: Tensor | None = None
     done = 0
     for segment in segments:
-        if walked is not None:
-            gc.collect()  # a FluxPolicy's hook refers back to it, so it does not go by itself
-        levels = sigmas[done : done + segment.num_steps + 1]
+        if latents is not None:
+            gc.collect()  # a FluxPolicy's hook refers back to it, so reference counting does not free it
+        own_sigmas = sigmas[done : done + segment.num_steps + 1]
         done += segment.num_steps
         last = done == len(sigmas) - 1
-        walked = _segment(segment, prompts, walked, levels, seeds, batch, decode=last)
-    assert walked is not None
-    return walked
+        latents = _segment(segment, prompts, latents, own_sigmas, seeds, batch, decode=last)
+    assert latents is not None
+    return latents
 
 
 @torch.no_grad()
@@ -164,12 +180,12 @@ def _segment(
     *,
     decode: bool,
 ) -> Tensor:
-    """Latents (None: noise) through one segment, as latents or images on the CPU. Its policy ends with it."""
+    """Takes latents (None: noise) through one segment; returns latents or images on the CPU."""
     policy = segment.open()
     if latents is not None and latents.shape[1:] != policy.latent_shape:
         raise ValueError(
-            f"a policy with latents of {policy.latent_shape} (tokens, channels) cannot go on from "
-            f"{tuple(latents.shape[1:])}; both need the same resolution and kind of VAE"
+            f"a policy with latents of {policy.latent_shape} (tokens, channels) cannot continue from latents "
+            f"of {tuple(latents.shape[1:])}; use models with the same resolution and kind of VAE"
         )
     cond = _encoded(policy, prompts) if segment.cond is None else segment.cond
     sigmas = sigmas.to(policy.device)
@@ -185,7 +201,7 @@ def _segment(
 
 
 def _encoded(policy: Policy, prompts: Sequence[str]) -> Conditioning:
-    """A row of conditioning for each prompt; each text is encoded once."""
+    """Encodes each distinct text once and returns one row of conditioning per prompt."""
     unique = list(dict.fromkeys(prompts))
     rows = {prompt: i for i, prompt in enumerate(unique)}
     return policy.encode(unique)[torch.tensor([rows[p] for p in prompts], device=policy.device)]
@@ -193,123 +209,190 @@ def _encoded(policy: Policy, prompts: Sequence[str]) -> Conditioning:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Which images to make.
+    """Which images to sample and how; the same for every model that samples them.
 
     Attributes:
-        prompts: texts.
-        num_images: per prompt.
-        num_steps, shift: of the Euler walk.
-        seed: image i (prompt by prompt) has seed + i.
-        batch: images a forward.
+        prompts: `num_images` images are sampled of each.
+        steps: numbers of denoising steps; each makes a set of images of its own.
+        seed: image i, counted prompt by prompt, has seed + i.
+        shift: shift of the sigmas; None: that of the first model's own scheduler.
+        conditions: arguments of `open_policy` (guidance, resolution, precision); None: the first model's own.
+        base: model that LoRAs and bare weights belong to.
+        device: "auto", "cpu" or "cuda".
+        batch: images per forward.
+        then: a model that takes the last steps of all others (MixGRPO's hybrid inference, arXiv:2507.21802).
+        first_share: share of the steps that come before `then`, between 0 and 1.
     """
 
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
+    steps: tuple[int, ...] = (16,)
     num_images: int = 1
-    num_steps: int = 16
-    shift: float = 3.0
     seed: int = 0
+    shift: float | None = 3.0
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    device: str = "auto"
     batch: int = 16
+    then: str | None = None
+    first_share: float = 0.6
 
     def __post_init__(self) -> None:
-        if not self.prompts or self.num_images < 1:
+        if not self.prompts:
+            raise ValueError("no prompts: give at least one, a file of prompts or world:NAME")
+        if not self.steps or any(n < 1 for n in self.steps) or len(set(self.steps)) < len(self.steps):
             raise ValueError(
-                f"need prompts and num_images >= 1, got {len(self.prompts)} and {self.num_images}"
+                f"steps={','.join(map(str, self.steps))}: give numbers of denoising steps, at least 1 and "
+                "each once, such as 10,20,50"
             )
+        if self.num_images < 1 or self.batch < 1:
+            raise ValueError(f"num_images={self.num_images}, batch={self.batch}: both must be at least 1")
+        if not 0 < self.first_share < 1:
+            raise ValueError(f"first_share={self.first_share}: give a share of the steps, between 0 and 1")
+        if self.then is not None and min(self.steps) < 2:
+            raise ValueError(f"one step cannot be shared with {self.then}: give 2 steps or more")
 
     @property
-    def texts(self) -> list[str]:
+    def num_steps(self) -> int:
+        """The number of denoising steps of a request that has only one such number.
+
+        Raises:
+            ValueError: the request has several.
+        """
+        if len(self.steps) != 1:
+            raise ValueError(f"give one number of denoising steps, got {len(self.steps)}: {self.steps}")
+        return self.steps[0]
+
+    def first_steps(self, steps: int) -> int:
+        """Number of the `steps` that come before `then`: the share, rounded; both take at least one."""
+        return min(max(1, round(self.first_share * steps)), steps - 1)
+
+    @property
+    def prompt_of_image(self) -> list[Prompt]:
         """The prompt of each image."""
         return [prompt for prompt in self.prompts for _ in range(self.num_images)]
 
     @property
+    def texts(self) -> list[str]:
+        """The prompt's text of each image."""
+        return [prompt.text for prompt in self.prompt_of_image]
+
+    @property
     def seeds(self) -> list[int]:
         """The seed of each image."""
-        return image_seeds(self.seed, len(self.texts))
+        return image_seeds(self.seed, len(self.prompts) * self.num_images)
+
+    def batches(self) -> Iterator[range]:
+        """Indices of the images of each batch."""
+        count = len(self.prompts) * self.num_images
+        return (range(low, min(low + self.batch, count)) for low in range(0, count, self.batch))
+
+    def identity(self) -> dict[str, Any]:
+        """What an image depends on besides its model and number of steps, as JSON values."""
+        return {
+            "prompts": len(self.prompts),
+            "prompts_hash": prompts_hash(self.prompts),
+            "num_images": self.num_images,
+            "seed": self.seed,
+            "shift": "pipeline" if self.shift is None else float(self.shift),
+            "base": self.base,
+            **({} if self.then is None else {"then": self.then, "first_share": self.first_share}),
+            **{name: value for name, value in self.conditions.items() if value is not None},
+        }
+
+    def open(self, model: str, first_conditions: Mapping[str, Any] | None = None) -> FluxPolicy:
+        """Opens a model under the requested conditions, and those of the first model where it is known.
+
+        Raises:
+            ValueError: as `open_policy`.
+        """
+        requested = {name: value for name, value in self.conditions.items() if value is not None}
+        conditions = requested | dict(first_conditions or {})
+        return open_policy(model, base=self.base, device=self.device, **conditions)
 
     def images(self, policy: Policy) -> Tensor:
-        """[prompts * num_images, 3, H, W], prompt by prompt."""
+        """Samples the images of one policy: [prompts * num_images, 3, H, W], prompt by prompt."""
         return self.images_by([Segment(lambda: policy, self.num_steps)])
 
     def images_by(self, segments: Sequence[Segment]) -> Tensor:
-        """The same by several policies that share the steps.
+        """Samples the images by policies that share the steps.
 
         Raises:
-            ValueError: segments of more or fewer steps than num_steps.
+            ValueError: the segments' steps do not add up to num_steps, or the shift is not known yet.
         """
         if (steps := sum(segment.num_steps for segment in segments)) != self.num_steps:
             raise ValueError(f"segments of {steps} steps together for num_steps={self.num_steps}")
+        if self.shift is None:
+            raise ValueError("shift=None: take it from a model's files (pipeline_shift) before sampling")
         return sample_segments(segments, self.texts, shift=self.shift, seeds=self.seeds, batch=self.batch)
 
 
-def draw(
+def sample_to_folder(
     model: str,
     request: SampleRequest,
     out: Path,
     *,
-    pipeline: bool = False,
-    first_steps: int | None = None,
-    then: str | None = None,
     compare: str | None = None,
-    open_with: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Opens models, draws what is requested and writes it; the work of `g2rpo sample`.
+    """Opens models, samples what is requested and writes it; the work of `g2rpo sample`.
 
     Args:
-        pipeline: take the shift of the model's own files instead of the request's.
-        first_steps, then: `model` takes so many steps, the model `then` the rest.
-        compare: a model that draws the same by itself, into OUT/compare, and OUT/comparison.png.
-        open_with: arguments of `open_policy`. What they leave to the model is in the others as in the first:
-            a fair pair.
+        compare: a second model that samples the same images alone, into OUT/compare; the pairs are in
+            OUT/comparison.png. Where the request leaves conditions open, it and `request.then` use those of
+            `model`, so that the pairs differ in the weights alone.
 
     Raises:
-        ValueError: as `open_policy`, first_steps without then or the reverse, or no step for one of the two.
+        ValueError: as `open_policy`, or several numbers of steps.
     """
-    takeover = _steps_before(first_steps, then, request.num_steps)
-    asked = dict(open_with or {})
-    for other in (then, compare):  # before the first model has drawn
+    num_steps = request.num_steps
+    for other in (request.then, compare):  # before the first model has sampled
         if other is not None:
-            check_model(other, asked.get("base"))
-    opened = [open_policy(model, **asked)]
+            check_model(other, request.base)
+    opened = [request.open(model)]
     conditions = opened[0].conditions
-    if pipeline:
+    if request.shift is None:
         request = replace(request, shift=pipeline_shift(opened[0].folder, opened[0].latent_shape[0]))
 
     def opening(name: str) -> Callable[[], Policy]:
-        return lambda: open_policy(name, **(asked | conditions))
+        return lambda: request.open(name, conditions)
 
-    def drawn(folder: Path, segments: list[Segment], info: dict[str, Any]) -> Tensor:
+    def sample(folder: Path, segments: list[Segment], info: dict[str, Any]) -> Tensor:
         images = request.images_by(segments)
         *_, grid_file = write_samples(folder, images, request, {**info, **conditions})
         say(f"{len(images)} images by {info['model']}: {folder / '0000.png'} …, together in {grid_file}")
         gc.collect()  # see sample_segments
         return images
 
-    # Popped, the first policy makes room for the next one.
-    segments, title = [Segment(opened.pop, takeover)], model
+    first_steps = num_steps if request.then is None else request.first_steps(num_steps)
+    # `opened.pop` keeps no reference: the first policy is freed before the next one is opened.
+    segments, title = [Segment(opened.pop, first_steps)], model
     info: dict[str, Any] = {"model": model}
-    if then is not None:
-        segments.append(Segment(opening(then), request.num_steps - takeover))
-        info |= {"then": then, "first_steps": takeover}
-        title = f"{model}, then {then}"
-    after = drawn(out, segments, info)
+    if request.then is not None:
+        segments.append(Segment(opening(request.then), num_steps - first_steps))
+        info |= {"then": request.then, "first_steps": first_steps}
+        title = f"{model}, then {request.then}"
+    after = sample(out, segments, info)
     if compare is not None:
-        before = drawn(out / "compare", [Segment(opening(compare), request.num_steps)], {"model": compare})
+        before = sample(out / "compare", [Segment(opening(compare), num_steps)], {"model": compare})
         say(str(write_comparison(out, request, before, after, (compare, title))))
 
 
-def _steps_before(first_steps: int | None, then: str | None, num_steps: int) -> int:
-    """Steps of the first model: all of them where no other takes over."""
+def share_of_first(first_steps: int | None, then: str | None, num_steps: int) -> float:
+    """Share of the steps that come before `then`, from the options of `g2rpo sample`.
+
+    Raises:
+        ValueError: one of `first_steps` and `then` without the other, or no step for one of the models.
+    """
     if (first_steps is None) != (then is None):
         raise ValueError("--first-steps N and --then MODEL belong together: MODEL takes over after N steps")
     if first_steps is None:
-        return num_steps
+        return SampleRequest.first_share
     if not 1 <= first_steps < num_steps:
         raise ValueError(
             f"--first-steps {first_steps}: of --steps {num_steps} both models take at least one; "
             + (f"give 1 to {num_steps - 1}" if num_steps > 1 else "give more --steps")
         )
-    return first_steps
+    return first_steps / num_steps
 
 
 def write_samples(
@@ -317,7 +400,7 @@ def write_samples(
 ) -> list[Path]:
     """Writes `0000.png` … with prompt, seed and settings inside, and `grid.png`; returns all paths.
 
-    The grid has a row a prompt where there are several images of each, else up to four columns.
+    With several images per prompt the grid has one row per prompt, otherwise up to four columns.
     """
     out = Path(out)
     paths = [out / f"{i:04d}.png" for i in range(len(images))]
@@ -325,7 +408,8 @@ def write_samples(
     for image, path, prompt, seed in zip(images, paths, request.texts, request.seeds, strict=True):
         save_png(image, path, prompt, {"seed": seed, **shared})
     columns = request.num_images if request.num_images > 1 else min(4, len(images))
-    grid(images, request.texts, columns).save(out / "grid.png")
+    with atomic_path(out / "grid.png") as temporary:
+        grid(images, request.texts, columns).save(temporary)
     return [*paths, out / "grid.png"]
 
 
@@ -336,8 +420,9 @@ def write_comparison(
     after: Tensor,
     titles: tuple[str, str],
 ) -> Path:
-    """Writes `comparison.png`: a row an image, the same prompt and seed by both models."""
+    """Writes `comparison.png`, one row per image with the same prompt and seed by both models."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    comparison(before, after, request.texts, titles).save(out / "comparison.png")
+    with atomic_path(out / "comparison.png") as temporary:
+        comparison(before, after, request.texts, titles).save(temporary)
     return out / "comparison.png"

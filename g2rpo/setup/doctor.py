@@ -1,4 +1,4 @@
-"""What this machine has, what is missing for which feature, and the line that installs it."""
+"""What this machine has, what is missing for which feature, and the command that installs it."""
 
 import importlib.metadata
 import importlib.util
@@ -14,14 +14,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Row:
-    """One finding."""
+    """Result of one check."""
 
     name: str
     status: Literal["ok", "missing", "optional"]
-    """`missing`: a run needs it. `optional`: only the named feature does."""
-    found: str
+    """`missing`: a run needs it. `optional`: only the named feature needs it."""
+    detail: str
+    """What is installed, or what is wrong."""
     advice: str = ""
-    """The line to type, or what to know."""
+    """The command to type, or a remark."""
 
 
 REQUIRED = (
@@ -42,14 +43,14 @@ OPTIONAL = {
     "pyarrow": ("prompts in parquet files", "pip install pyarrow"),
     "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install sentencepiece protobuf"),
 }
-FLUX_GB = 24  # 12 billion weights, 2 bytes each
+FLUX_GB = 24  # 12 billion parameters of 2 bytes each
 
 
 def report(out: str | Path = "runs") -> list[Row]:
-    """Rows for `g2rpo doctor`. Loads torch, but no model; changes nothing.
+    """Returns the rows of `g2rpo doctor`, without loading a model or changing anything.
 
     Args:
-        out: where runs go; its disk is looked at.
+        out: folder of runs, whose disk is checked.
     """
     rows = [_python(), *(_package(name) for name in REQUIRED)]
     if importlib.util.find_spec("torch") is not None:
@@ -61,9 +62,12 @@ def report(out: str | Path = "runs") -> list[Row]:
 
 def _python() -> Row:
     version = platform.python_version()
-    good = (3, 11) <= sys.version_info[:2] < (3, 14)
+    is_supported = (3, 11) <= sys.version_info[:2] < (3, 14)
     return Row(
-        "python", "ok" if good else "missing", version, "" if good else "g2rpo needs Python 3.11 to 3.13"
+        "python",
+        "ok" if is_supported else "missing",
+        version,
+        "" if is_supported else "g2rpo needs Python 3.11 to 3.13",
     )
 
 
@@ -83,12 +87,12 @@ def _devices() -> list[Row]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        why = (
+        reason = (
             f"torch is built for {built}, but sees no device"
             if built
             else "this torch is built for CPUs only"
         )
-        return [Row("gpu", "optional", "none", f"{why}; the embedded model needs none, FLUX.1 does")]
+        return [Row("gpu", "optional", "none", f"{reason}; the embedded model needs none, FLUX.1 does")]
     rows = []
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
@@ -107,16 +111,19 @@ def _processes() -> Row:
 def _memory() -> Row:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return Row(
-        "memory", "ok", f"{total:.0f} GB", "" if total >= 4 else "the embedded model's demo wants 4 GB"
+        "memory", "ok", f"{total:.0f} GB", "" if total >= 4 else "the embedded model's demo needs 4 GB"
     )
 
 
 def _disk(out: Path) -> Row:
     folder = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free / 1e9
-    good = os.access(folder, os.W_OK)
+    is_writable = os.access(folder, os.W_OK)
     return Row(
-        f"disk for {out}", "ok" if good else "missing", f"{free:.0f} GB free", "" if good else "not writable"
+        f"disk for {out}",
+        "ok" if is_writable else "missing",
+        f"{free:.0f} GB free",
+        "" if is_writable else "not writable",
     )
 
 

@@ -1,7 +1,7 @@
-"""`g2rpo fetch`: what a run needs from the hub, said before it is downloaded, then downloaded.
+"""`g2rpo fetch`: lists what a run needs from the hub, with sizes and licences, and downloads it.
 
-Everything goes to the hub's own cache (HF_HOME), where loading looks for it; what is there is not fetched
-again. A model that is a folder here is only checked for completeness.
+Files go to the hub's own cache (HF_HOME), from which models are loaded; cached files are not fetched again. A
+model that is a local folder is only checked for completeness.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Source:
 
     Attributes:
         repo: owner/name.
-        files: names or patterns; each must match a file there.
-        also: those that are taken where they exist.
+        files: names or patterns; each must match a file of the repository.
+        also: names or patterns of optional files.
     """
 
     repo: str
@@ -62,24 +62,26 @@ REWARD_SOURCES: dict[str, tuple[Source, ...]] = {
     "unified": (),
     "http": (),
 }
-"""What each reward loads from the hub, weights and tokenizer, where its licence is read too; nothing where a
-server judges. Those without an entry lie in the package.
+"""Reward -> its repositories of weights and tokenizer, whose licences are shown; empty for rewards that a
+server computes. Rewards without an entry are part of the package.
 """
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a run loads, and what it takes to have it here.
+    """Something that a run loads, and what is missing of it on this machine.
 
     Attributes:
-        what: "model", or "reward NAME". place: the repository, or in words where it comes from.
-        licence, access: of the repository; empty elsewhere.
-        num_files, size_bytes: all of it. num_missing, missing_bytes: what is not here yet.
-        source: None: nothing is fetched.
+        what: "model", or "reward NAME".
+        origin: the repository, or a description of where it comes from.
+        licence, access: of the repository; otherwise empty.
+        num_files, size_bytes: of all files.
+        num_missing, missing_bytes: of the files that are not cached.
+        source: files of a repository; None: nothing is fetched.
     """
 
     what: str
-    place: str
+    origin: str
     licence: str = ""
     access: str = ""
     num_files: int = 0
@@ -90,10 +92,10 @@ class Need:
 
     def __str__(self) -> str:
         if self.source is None:
-            return f"{self.what}: {self.place}"
+            return f"{self.what}: {self.origin}"
         to_fetch = f"{size_text(self.missing_bytes)} to fetch" if self.num_missing else "all here"
         return (
-            f"{self.what}: {self.place}, {self.num_files} files, {size_text(self.size_bytes)}, {to_fetch}; "
+            f"{self.what}: {self.origin}, {self.num_files} files, {size_text(self.size_bytes)}, {to_fetch}; "
             f"licence {self.licence}; {self.access}"
         )
 
@@ -104,75 +106,75 @@ OPEN, GRANTED, NO_LOGIN, REFUSED = "open", "gated, granted", "gated, not logged 
 def needs(
     model: str, rewards: Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Need]:
-    """What a run with this model and these rewards needs, from the hub's words about sizes and licences.
+    """Lists what a run with this model and these rewards needs; sizes and licences come from the hub.
 
     Args:
-        model: as `load_policy` takes it.
+        model: as in `load_policy`.
         rewards: names; `module:function` is the user's own.
-        options: of rewards, by name; `path` and `tokenizer` say where its files are instead.
+        options: reward -> its options; `path` and `tokenizer` replace its repositories.
 
     Raises:
         ValueError: no such model, folder, repository or reward, an incomplete folder, or no network.
     """
-    found = [_model_need(model)]
+    listed = [_model_need(model)]
     for name in dict.fromkeys(rewards):
         if name in REWARD_SOURCES:
             for source in _reward_sources(name, (options or {}).get(name, {})):
                 if isinstance(source, Path):
-                    found.append(Need(f"reward {name}", f"{source}: here"))
-                elif source not in (need.source for need in found):
-                    found.append(_hub_need(f"reward {name}", source))
+                    listed.append(Need(f"reward {name}", f"{source}: here"))
+                elif source not in (need.source for need in listed):
+                    listed.append(_hub_need(f"reward {name}", source))
             if not REWARD_SOURCES[name]:
-                found.append(Need(f"reward {name}", "judged by a server, which has the weights"))
+                listed.append(Need(f"reward {name}", "computed by a server, which has the weights"))
         elif ":" in name:
-            found.append(Need(f"reward {name}", "your own code"))
+            listed.append(Need(f"reward {name}", "your own code"))
         elif name in REWARDS:
-            found.append(Need(f"reward {name}", "ships with g2rpo or a package that it needs"))
+            listed.append(Need(f"reward {name}", "ships with g2rpo or a package that it needs"))
         else:
             known = [*REWARDS, *REWARD_SOURCES]
             raise ValueError(f"no reward {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")
-    return found
+    return listed
 
 
 def _reward_sources(name: str, options: Mapping[str, Any]) -> list[Source | Path]:
-    """Where its weights and its tokenizer are: as published, or as its options `path` and `tokenizer` say."""
-    found: list[Source | Path] = []
+    """Where weights and tokenizer are: as published, or given by the options `path` and `tokenizer`."""
+    sources: list[Source | Path] = []
     for key, source in zip(("path", "tokenizer"), REWARD_SOURCES[name], strict=False):
-        place = str(options.get(key) or source.repo)
-        here = Path(place).expanduser()
-        weights = found[0] if found and isinstance(found[0], Path) else None
+        origin = str(options.get(key) or source.repo)
+        local = Path(origin).expanduser()
+        weights = sources[0] if sources and isinstance(sources[0], Path) else None
         beside = weights if weights is None or weights.is_dir() else weights.parent
-        if here.exists():
-            found.append(here)
-        elif not options.get(key) and beside and all((beside / one).is_file() for one in source.files):
-            found.append(beside)
+        if local.exists():
+            sources.append(local)
+        elif not options.get(key) and beside and all((beside / file).is_file() for file in source.files):
+            sources.append(beside)
         else:
-            found.append(replace(source, repo=place))
-    return found
+            sources.append(replace(source, repo=origin))
+    return sources
 
 
-def fetch_needs(found: Sequence[Need], say: Callable[[str], None] = print) -> None:
-    """Downloads what is missing, after a look at permissions and disk space; bars show how far it got.
+def fetch_needs(needed: Sequence[Need], say: Callable[[str], None] = print) -> None:
+    """Downloads what is missing, after checks of permissions and disk space, and shows progress bars.
 
     Raises:
-        ValueError: a gated repository without permission, no space, or a download that failed.
+        ValueError: a gated repository without permission, too little disk space, or a failed download.
     """
-    wanted = [need for need in found if need.num_missing]
-    for need in wanted:
+    missing = [need for need in needed if need.num_missing]
+    for need in missing:
         if need.access in (NO_LOGIN, REFUSED):
-            raise ValueError(_gated(need.place, need.access))
-    if wanted:
-        say(_checked_space(sum(need.missing_bytes for need in wanted)))
-    for need in wanted:
-        say(f"fetching {need.place} ({size_text(need.missing_bytes)})")
+            raise ValueError(_gated(need.origin, need.access))
+    if missing:
+        say(_checked_space(sum(need.missing_bytes for need in missing)))
+    for need in missing:
+        say(f"fetching {need.origin} ({size_text(need.missing_bytes)})")
         folder = _download(need)
         say(f"{need.what}: {folder}")
-    if not wanted:
+    if not missing:
         say("nothing to fetch, everything is here")
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder in diffusers layout lacks of a FluxPipeline; nothing of it is loaded."""
+    """Lists the files of a FluxPipeline that a folder in diffusers layout lacks, without loading anything."""
     index = read_json(folder / "model_index.json")
     missing = [f"{part} in model_index.json" for part in PARTS if (index.get(part) or [None])[0] is None]
     for part in PARTS:
@@ -181,36 +183,36 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def _missing_of_part(folder: Path, part: str) -> list[str]:
-    here = folder / part
+    path = folder / part
     if part == "scheduler":
-        return [] if (here / "scheduler_config.json").is_file() else [f"{part}/scheduler_config.json"]
+        return [] if (path / "scheduler_config.json").is_file() else [f"{part}/scheduler_config.json"]
     if part.startswith("tokenizer"):
-        missing = [] if (here / "tokenizer_config.json").is_file() else [f"{part}/tokenizer_config.json"]
+        missing = [] if (path / "tokenizer_config.json").is_file() else [f"{part}/tokenizer_config.json"]
         vocabularies = ("tokenizer.json", "spiece.model", "vocab.json")
-        if not any((here / name).is_file() for name in vocabularies):
+        if not any((path / name).is_file() for name in vocabularies):
             missing.append(f"{part}/{' or '.join(vocabularies)}")
         return missing
-    missing = [] if (here / "config.json").is_file() else [f"{part}/config.json"]
-    indexes = sorted(here.glob("*.index.json"))
-    shards = {shard for path in indexes for shard in read_json(path).get("weight_map", {}).values()}
-    missing += [f"{part}/{shard}" for shard in sorted(shards) if not (here / shard).is_file()]
-    if not indexes and not any(file for kind in ("*.safetensors", "*.bin") for file in here.glob(kind)):
+    missing = [] if (path / "config.json").is_file() else [f"{part}/config.json"]
+    indexes = sorted(path.glob("*.index.json"))
+    shards = {shard for index in indexes for shard in read_json(index).get("weight_map", {}).values()}
+    missing += [f"{part}/{shard}" for shard in sorted(shards) if not (path / shard).is_file()]
+    if not indexes and not any(file for kind in ("*.safetensors", "*.bin") for file in path.glob(kind)):
         missing.append(f"{part}/*.safetensors")
     return missing
 
 
 def _model_need(model: str) -> Need:
     if is_random(model):
-        return Need("model", f"{model}: random weights, made on the spot")
+        return Need("model", f"{model}: random weights, made when loaded")
     if is_tiny(model):
         tiny_folder(model)
         return Need("model", f"{model}: ships with g2rpo")
     if not Path(model).expanduser().is_dir() and model.count("/") == 1 and model[0] not in "./~":
         return _hub_need("model", Source(model, MODEL_FILES))
-    folder = local_folder(model)  # the folder, or a ValueError that says what a model is
+    folder = local_folder(model)  # raises a ValueError that says what a model may be
     if missing := missing_files(folder):
         raise ValueError(
-            f"{folder} is incomplete; it lacks {', '.join(missing)}. Copy those from where the model came, "
+            f"{folder} is incomplete; it lacks {', '.join(missing)}. Copy them from the source of the model, "
             "or name its hub repository instead"
         )
     return Need("model", f"{folder}: complete")
@@ -220,18 +222,18 @@ def _hub_need(what: str, source: Source) -> Need:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.utils import filter_repo_objects
 
-    with _asking(source.repo):
+    with _hub_errors(source.repo):
         info = HfApi().model_info(source.repo, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    if absent := [one for one in source.files if not any(fnmatch(name, one) for name in sizes)]:
+    if absent := [pattern for pattern in source.files if not any(fnmatch(name, pattern) for name in sizes)]:
         raise ValueError(
             f"{source.repo} on the hub holds no {', '.join(absent)}, which g2rpo needs"
-            + ("; it is no FluxPipeline in diffusers layout" if source.files == MODEL_FILES else "")
+            + ("; it is not a FluxPipeline in diffusers layout" if source.files == MODEL_FILES else "")
         )
-    taken = list(filter_repo_objects(sizes, allow_patterns=[*source.files, *source.also]))
+    selected = list(filter_repo_objects(sizes, allow_patterns=[*source.files, *source.also]))
     missing = [
         name
-        for name in taken
+        for name in selected
         if not isinstance(try_to_load_from_cache(source.repo, name, revision=info.sha), str)
     ]
     need = Need(
@@ -239,8 +241,8 @@ def _hub_need(what: str, source: Source) -> Need:
         source.repo,
         _licence(info),
         OPEN,
-        num_files=len(taken),
-        size_bytes=sum(sizes[name] for name in taken),
+        num_files=len(selected),
+        size_bytes=sum(sizes[name] for name in selected),
         num_missing=len(missing),
         missing_bytes=sum(sizes[name] for name in missing),
         source=source,
@@ -249,7 +251,7 @@ def _hub_need(what: str, source: Source) -> Need:
 
 
 def _licence(info: Any) -> str:
-    """`license_name` of the repository's card where its `license` is "other"."""
+    """The licence on the repository's card; `license_name` comes first, because `license` is then "other"."""
     card = info.card_data or {}
     tags = (tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:"))
     return str(card.get("license_name") or card.get("license") or next(tags, "not stated"))
@@ -261,7 +263,7 @@ def _access(repo: str) -> str:
 
     if get_token() is None:
         return NO_LOGIN
-    with _asking(repo):
+    with _hub_errors(repo):
         try:
             HfApi().auth_check(repo)
         except GatedRepoError:
@@ -274,32 +276,32 @@ def _download(need: Need) -> Path:
 
     assert need.source is not None
     if need.what == "model":
-        folder = local_folder(need.place)
+        folder = local_folder(need.origin)
         if missing := missing_files(folder):
-            raise ValueError(f"{need.place} was fetched into {folder}, but lacks {', '.join(missing)}")
+            raise ValueError(f"{need.origin} was fetched into {folder}, but lacks {', '.join(missing)}")
         return folder
-    with _asking(need.place):
-        return Path(snapshot_download(need.place, allow_patterns=[*need.source.files, *need.source.also]))
+    with _hub_errors(need.origin):
+        return Path(snapshot_download(need.origin, allow_patterns=[*need.source.files, *need.source.also]))
 
 
 def _checked_space(needed: int) -> str:
-    """A line about the hub's cache; a ValueError where the downloads do not fit on its disk."""
+    """Describes the hub's cache; raises ValueError if the downloads do not fit on its disk."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).expanduser().absolute()
-    nearest = next(place for place in (cache, *cache.parents) if place.exists())
+    nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
     if needed > free:
         raise ValueError(
-            f"{size_text(needed)} to fetch, but {cache} has {size_text(free)} free; free some, or set "
+            f"{size_text(needed)} to fetch, but {cache} has {size_text(free)} free; free some space, or set "
             "HF_HOME to a folder on another disk"
         )
     return f"{size_text(needed)} to fetch into {cache}, which has {size_text(free)} free"
 
 
 @contextmanager
-def _asking(repo: str) -> Iterator[None]:
-    """Around calls to the hub: its errors as a ValueError that says what to do."""
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Turns errors of calls to the hub into a ValueError that says what to do."""
     from huggingface_hub import errors
 
     try:
@@ -308,14 +310,14 @@ def _asking(repo: str) -> Iterator[None]:
         raise ValueError(_gated(repo, REFUSED)) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ValueError(
-            f"the hub has no repository {repo!r}, or a private one that you may not read; check the name, "
-            "and for your own log in with `hf auth login`"
+            f"the hub has no repository {repo!r} that you may read; check the name, and log in with `hf auth "
+            "login` if it is private"
         ) from error
-    # HTTPError is that of the hub's own client, whichever it is: no connection, time-outs, a failing server.
+    # HTTPError comes from the hub client's own HTTP library: no connection, time-outs, a failing server.
     except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise ValueError(
-            f"the hub could not be asked about {repo!r}{offline}: {type(error).__name__}. Check the network, "
+            f"the hub could not be reached for {repo!r}{offline}: {type(error).__name__}. Check the network, "
             "or fetch on a machine that has one and copy its HF_HOME"
         ) from error
 
@@ -329,5 +331,5 @@ def _gated(repo: str, access: str) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """`23.80 GB`, `4.19 MB`."""
+    """Formats a size, such as `23.80 GB` or `4.19 MB`."""
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"

@@ -1,4 +1,4 @@
-"""What weight files hold, read from their headers, and rows that say how it differs from what they should."""
+"""Compares the headers of weight files with the expected keys, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,45 @@ Shapes = dict[str, tuple[int, ...]]
 AGAIN = "fetch it again"
 
 
-def compared(name: str, found: Header, shapes: Shapes, advice: str) -> list[Row]:
-    """Keys, shapes and dtypes against what they should be."""
-    misfits = [
-        f"{key} {found[key][1]}, not {shape}"
+def compared(name: str, header: Header, shapes: Shapes, advice: str) -> list[Row]:
+    """Compares keys, shapes and dtypes of a file with the expected ones.
+
+    Args:
+        name: of the file, for the rows.
+        header: key -> (dtype, shape), as in the file.
+        shapes: expected key -> shape.
+        advice: what to do if the file does not match.
+
+    Returns:
+        A row for each kind of problem, or a single row that says "ok".
+    """
+    mismatches = [
+        f"{key} {header[key][1]}, not {shape}"
         for key, shape in shapes.items()
-        if key in found and found[key][1] != shape
+        if key in header and header[key][1] != shape
     ]
-    count = sum(math.prod(shape) for _, shape in found.values())
+    count = sum(math.prod(shape) for _, shape in header.values())
     return problems(
         name,
         {
-            "missing keys": (shapes.keys() - found.keys(), f"{AGAIN}, if it was cut short; else {advice}"),
-            "unknown keys": (found.keys() - shapes.keys(), advice),
-            "shapes that do not fit": (misfits, advice),
-            "tensors of no floating-point numbers": (not_floats(found), "g2rpo reads no quantised weights"),
+            "missing keys": (
+                shapes.keys() - header.keys(),
+                f"{AGAIN}, if it was truncated; otherwise {advice}",
+            ),
+            "unknown keys": (header.keys() - shapes.keys(), advice),
+            "shapes that do not fit": (mismatches, advice),
+            "tensors that are not floating-point": (not_floats(header), "g2rpo reads no quantised weights"),
         },
-    ) or [Row(name, "ok", f"{len(found)} tensors, {count:,} numbers, {dtypes(found)}")]
+    ) or [Row(name, "ok", f"{len(header)} tensors, {count:,} numbers, {dtypes(header)}")]
 
 
 def problems(name: str, kinds: Mapping[str, tuple[Iterable[str], str]]) -> list[Row]:
-    """A row for each kind of problem (label -> what has it, advice) that there is, naming the first three."""
+    """Returns a row for each kind of problem that occurs, naming its first three cases.
+
+    Args:
+        name: of the file or part, for the rows.
+        kinds: label of the problem -> (cases of it, advice).
+    """
     rows = []
     for label, (items, advice) in kinds.items():
         listed = sorted(items)
@@ -43,9 +61,11 @@ def problems(name: str, kinds: Mapping[str, tuple[Iterable[str], str]]) -> list[
     return rows
 
 
-def not_floats(found: Header) -> list[str]:
-    return [f"{key} is {dtype}" for key, (dtype, _) in found.items() if dtype not in FLOATS]
+def not_floats(header: Header) -> list[str]:
+    """Lists the tensors of a file that are not floating-point, with their dtypes."""
+    return [f"{key} is {dtype}" for key, (dtype, _) in header.items() if dtype not in FLOATS]
 
 
-def dtypes(found: Header) -> str:
-    return " and ".join(sorted({dtype for dtype, _ in found.values()}))
+def dtypes(header: Header) -> str:
+    """Names the dtypes of a file, such as `BF16 and F32`."""
+    return " and ".join(sorted({dtype for dtype, _ in header.values()}))

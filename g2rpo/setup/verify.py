@@ -1,11 +1,11 @@
-"""Whether files are what they should be: keys, shapes and dtypes from their headers, and adapters' values.
+"""Checks model files: keys, shapes and dtypes from their headers, and the values of adapters.
 
-    a FLUX in diffusers layout     every part against a network without storage, built from its config.json
-    a transformer, one file        diffusers' or the original's keys, against FLUX.1-dev or `base`
-    a LoRA file                    its layers, ranks and shapes, against the same
+    a FLUX in diffusers layout     every part is compared with the network that its config.json describes
+    a transformer in one file      diffusers' or the original's keys are compared with FLUX.1-dev or `base`
+    a LoRA file                    its layers, ranks and shapes are compared with the same
     a reward model                 folder or file, see g2rpo.setup.verify_rewards
 
-A kind is a function that gives rows, and a line in `KINDS`.
+To add a kind of file, write a function that returns rows and add it to `KINDS`.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ from g2rpo.setup.doctor import Row
 from g2rpo.setup.headers import AGAIN, Shapes, compared, dtypes, problems
 from g2rpo.setup.verify_rewards import REWARD_KINDS
 
-OTHER = "another architecture or layout; name the model it belongs to with --base"
+OTHER = "another architecture or layout; name the model that it belongs to with --base"
 TOKENIZERS = {
     "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),
     "tokenizer_2": (("tokenizer.json",), ("spiece.model",)),
 }
-"""Files of which one set is needed."""
+"""Tokenizer -> sets of files; one complete set is needed."""
 
 
 def verify(path: str | Path, base: str | None = None) -> list[Row]:
-    """Rows for `g2rpo doctor --verify PATH`: one for each sound file or part, one for each thing wrong.
+    """Returns the rows of `g2rpo doctor --verify PATH`: one per valid file or part, one per problem.
 
     Args:
         path: a folder or a weight file.
-        base: model that a bare file belongs to, as `load_policy` takes it; None: FLUX.1-dev.
+        base: model that a bare file belongs to, as in `load_policy`; None: FLUX.1-dev.
 
     Raises:
-        ValueError: a `base` that is not there.
+        ValueError: `base` does not exist.
     """
     path = Path(path).expanduser()
     for recognise, check in (*REWARD_KINDS, *KINDS):
         if recognise(path):
             return check(path, base)
-    found = "neither a model's folder nor a weight file" if path.exists() else "not there"
-    return [Row(str(path), "missing", found, "give a folder in diffusers layout, or a weight file")]
+    problem = "neither a model's folder nor a weight file" if path.exists() else "not there"
+    return [Row(str(path), "missing", problem, "give a folder in diffusers layout, or a weight file")]
 
 
 # ---- kinds
 
 
 def _pipeline(folder: Path, base: str | None) -> list[Row]:
-    """A whole FLUX, whatever `base`: it has its own configuration."""
+    """Checks a complete FLUX pipeline by its own configuration; `base` is not used."""
     try:
         kind = read_json(folder / "model_index.json").get("_class_name")
     except ValueError as error:
         return [Row("model_index.json", "missing", str(error), AGAIN)]
     if kind != "FluxPipeline":
-        return [Row("model_index.json", "missing", f"a {kind}", "g2rpo takes FluxPipeline models")]
+        return [Row("model_index.json", "missing", f"a {kind}", "g2rpo supports FluxPipeline models")]
     rows = []
     for part in PARTS:
         try:
             rows += _part(folder, part)
-        except ValueError as error:  # a configuration that is missing or no JSON
+        except ValueError as error:  # a configuration that is missing or not JSON
             rows.append(Row(part, "missing", str(error), AGAIN))
     return rows
 
 
 def _part(folder: Path, part: str) -> list[Row]:
-    """One folder of a pipeline; ValueError where its configuration cannot be read."""
+    """Checks one folder of a pipeline; raises ValueError if its configuration cannot be read."""
     if part == "scheduler":
         kind = read_json(folder / part / "scheduler_config.json").get("_class_name")
         return [Row(part, "ok", str(kind))]
@@ -94,12 +94,12 @@ def _tokenizer(folder: Path, part: str) -> Row:
     for names in sets:
         if all((folder / name).is_file() and (folder / name).stat().st_size for name in names):
             return Row(part, "ok", ", ".join(names))
-    wanted = " or ".join(" with ".join(names) for names in sets)
-    return Row(part, "missing", f"{folder} lacks {wanted}", AGAIN)
+    required = " or ".join(" with ".join(names) for names in sets)
+    return Row(part, "missing", f"{folder} lacks {required}", AGAIN)
 
 
 def _transformer_folder(folder: Path, base: str | None) -> list[Row]:
-    """A transformer beside its own configuration."""
+    """Checks a transformer's folder by its own configuration."""
     try:
         shapes = _diffusers_shapes("transformer", read_json(folder / "config.json"))
     except ValueError as error:
@@ -108,41 +108,41 @@ def _transformer_folder(folder: Path, base: str | None) -> list[Row]:
 
 
 def _export_folder(folder: Path, base: str | None) -> list[Row]:
-    """A folder whose weights are in one file; an export of g2rpo knows its base."""
+    """Checks a folder with a single weight file; an export of g2rpo records its base."""
     file = weight_file(folder)
     assert file is not None
     return _file(file, base or export_record(folder).get("base_model"))
 
 
 def _file(path: Path, base: str | None) -> list[Row]:
-    """A transformer or a LoRA."""
+    """Checks a file that holds a transformer or a LoRA."""
     try:
-        found = read_header(path)
+        header = read_header(path)
     except ValueError as error:
         return [Row(path.name, "missing", str(error), AGAIN)]
     config = _transformer_config(base)
-    if not found or is_lora(found):
+    if not header or is_lora(header):
         return _lora(path, config)
-    return _transformer(path.name, found, config)
+    return _transformer(path.name, header, config)
 
 
-def _transformer(name: str, found: Header, config: Mapping[str, Any]) -> list[Row]:
+def _transformer(name: str, header: Header, config: Mapping[str, Any]) -> list[Row]:
     shapes = _diffusers_shapes("transformer", config)
-    if is_original(found):
-        prefix = original_prefix(found)  # beside prefixed keys there may be a VAE and text encoders
-        found = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+    if is_original(header):
+        prefix = original_prefix(header)  # besides prefixed keys there may be a VAE and text encoders
+        header = {key.removeprefix(prefix): value for key, value in header.items() if key.startswith(prefix)}
         shapes = _original_shapes(shapes, config)
-    return compared(name, found, shapes, OTHER)
+    return compared(name, header, shapes, OTHER)
 
 
 def _lora(path: Path, config: Mapping[str, Any]) -> list[Row]:
-    """By the checks that loading makes; adapters are small, so their values are read too."""
+    """Checks a LoRA as loading does; adapters are small, so their values are read too."""
     shapes = _diffusers_shapes("transformer", config)
-    layers = {key.removesuffix(".weight"): one for key, one in shapes.items() if len(one) == 2}
+    layers = {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) == 2}
     file = inspect_lora(path, layers, config)
     rows = [Row(path.name, "missing", problem.description, problem.advice) for problem in file.problems]
-    sound = f"a LoRA on {len(file.layers)} layers, rank {_span(file.ranks)}, {dtypes(file.header)}"
-    return rows or [Row(path.name, "ok", sound, file.note)]
+    summary = f"a LoRA on {len(file.layers)} layers, rank {_span(file.ranks)}, {dtypes(file.header)}"
+    return rows or [Row(path.name, "ok", summary, file.note)]
 
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, str | None], list[Row]]], ...] = (
@@ -151,28 +151,28 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, str | None], list[Row
     (lambda path: path.is_dir() and weight_file(path) is not None, _export_folder),
     (lambda path: path.suffix == ".safetensors" and path.is_file(), _file),
 )
-"""How to recognise a kind, and what checks it; the first that fits counts."""
+"""(recognises a path, checks it) for each kind of file; the first that recognises a path is used."""
 
 
 # ---- headers
 
 
 def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | None = None) -> list[Row]:
-    """The files of one network, whole or in shards.
+    """Checks the files of one network, in one file or in shards.
 
     Args:
-        stem: name of the file, and with `.index.json` of the shards' index.
-        ties: keys that may stand for another, and which.
+        stem: name of the file; with `.index.json`, name of the shards' index.
+        ties: alias -> key, for tied weights that a file may store under either name.
     """
     index = folder / f"{stem}.index.json"
     if index.is_file():
-        places = {key: str(file) for key, file in read_json(index).get("weight_map", {}).items()}
+        shard_of = {key: str(file) for key, file in read_json(index).get("weight_map", {}).items()}
     else:
-        places = {}
-    files = [folder / name for name in sorted(set(places.values()))] or [folder / stem]
+        shard_of = {}
+    files = [folder / name for name in sorted(set(shard_of.values()))] or [folder / stem]
     if absent := [file.name for file in files if not file.is_file()]:
         return problems(folder.name, {"missing files": (absent, AGAIN)})
-    found: Header = {}
+    merged: Header = {}
     damaged = []
     for file in files:
         try:
@@ -180,28 +180,30 @@ def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | 
         except ValueError as error:
             damaged.append(str(error))
             continue
-        absent += [key for key, place in places.items() if place == file.name and key not in header]
-        found |= header
+        absent += [key for key, shard in shard_of.items() if shard == file.name and key not in header]
+        merged |= header
     if damaged:
         return problems(folder.name, {"damaged files": (damaged, AGAIN)})
     if absent:
         return problems(folder.name, {f"keys not in the files that {index.name} says": (absent, AGAIN)})
     for alias, key in (ties or {}).items():
-        if alias in found:
-            found.setdefault(key, found.pop(alias))
-    found = {
+        if alias in merged:
+            merged.setdefault(key, merged.pop(alias))
+    merged = {
         key.removeprefix("text_model."): value
-        for key, value in found.items()
+        for key, value in merged.items()
         if not key.endswith(".position_ids")  # old CLIP files store the numbers from 0
     }
-    return compared(folder.name, found, shapes, "config.json and weights are of two models: fetch both again")
+    return compared(
+        folder.name, merged, shapes, "config.json and weights are of two models: fetch both again"
+    )
 
 
-# ---- what should be there
+# ---- expected shapes
 
 
 def _transformer_config(base: str | None) -> Mapping[str, Any]:
-    """Configuration of the transformer of `base`; ValueError where there is none."""
+    """Returns the configuration of the transformer of `base`; raises ValueError if there is none."""
     return transformer_config(base) if base else FLUX_1_DEV["transformer"]
 
 
@@ -221,7 +223,7 @@ def _original_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
 
 
 def _text_encoder(kind: Any, config: Mapping[str, Any]) -> tuple[Shapes, dict[str, str]]:
-    """Shapes, without the prefix that CLIP's files have or lack, and keys that may stand for others."""
+    """Shapes, without the prefix that only some CLIP files have, and alias -> key of tied weights."""
     with torch.device("meta"):
         shapes = _shapes(kind(kind.config_class(**config)).state_dict())
     ties = dict(kind._tied_weights_keys or {})

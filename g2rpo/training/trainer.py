@@ -30,7 +30,8 @@ from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import read_prompts
 from g2rpo.data.stream import PromptStream
 from g2rpo.evaluation.before_after import Change, Comparison
-from g2rpo.evaluation.monitor import Schedule, Watcher, write_curves
+from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator
+from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.policy import Conditioning
@@ -153,7 +154,7 @@ class Trainer:
         self.step = 0
         self.whole = True  # all of the state is that of `step` iterations
         self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
-        self.watcher = Watcher(
+        self.watcher = Evaluator(
             self.policy,
             self.rewards,
             self.cache,
@@ -161,7 +162,7 @@ class Trainer:
             self.algorithm.shift,
             self.rollout_batch,
         )
-        self.schedule = Schedule.of(settings, prompts, eval_prompts)
+        self.schedule = EvaluationPlan.of(settings, prompts, eval_prompts)
 
     def run(self) -> Run:
         """Trains until the last iteration, `stop_after`, or a signal.
@@ -367,7 +368,7 @@ class Trainer:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
-            evaluated = self.schedule.watch(
+            evaluated = self.schedule.evaluate_if_due(
                 self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
         self.random = random_state()

@@ -49,8 +49,13 @@ def test_vary_multiplies_arms_and_wins_over_them():
         (["a=tiny", "a=tiny lr=1"], [], [], "2 arms are called 'a'"),
         (["a=tiny"], ["x/a.toml"], [], "2 arms are called 'a'"),
         (["a=tiny"], [], ["model=x/y,x y"], "2 arms are called 'a_model=x_y'"),
-        (["a=tiny seed=3"], [], [], "arm a: seed is not an arm's to set; it is given by --seeds"),
-        (["a=tiny"], ["stop_after=3"], [], "stop_after is not an arm's to set; every run goes to its end"),
+        (["a=tiny seed=3"], [], [], "arm a: seed cannot be set per arm; it is given by --seeds"),
+        (
+            ["a=tiny"],
+            ["stop_after=3"],
+            [],
+            "stop_after cannot be set per arm; every run is trained to its end",
+        ),
         (["a=tiny"], [], ["lr=1"], "not KEY=V1,V2 with two or more"),
         (["a=tiny"], [], ["lr=1,1"], "not KEY=V1,V2 with two or more"),
         (["a=tiny"], [], ["lr=1,2", "lr=3,4"], "--vary lr is given twice"),
@@ -146,8 +151,8 @@ def test_the_report_and_its_page(three_arms, tmp_path):
     assert parts.open == [] and parts.fetched == [] and parts.images == 2 * 4
     assert "url(" not in page and "<script" not in page and "@import" not in page
     assert "g2rpo <x>" in parts.text and "<x>" not in page  # escaped
-    for told in ("2 of 4 runs are not finished", "never (itself: 2)", "not measured", "not begun", "lr"):
-        assert told in parts.text, told
+    for phrase in ("2 of 4 runs are not finished", "never (itself: 2)", "not measured", "not begun", "lr"):
+        assert phrase in parts.text, phrase
     markdown = (tmp_path / "compare.md").read_text(encoding="utf-8")
     assert "| a | 2 | 6.0000 ± 2.0000 |" in markdown and "| lr | 3e-05 | 0.001 | – |" in markdown
     with open(tmp_path / "compare.csv", encoding="utf-8", newline="") as file:
@@ -190,9 +195,9 @@ def test_where_every_run_failed_their_reasons_are_told(tmp_path, monkeypatch):
     ended = SimpleNamespace(failed={"a, seed 0": "signal SIGKILL"}, interrupted=False)
     monkeypatch.setattr("g2rpo.comparison.compare.train_side_by_side", lambda *given: ended)
     words = ["compare", "--arm", "a=tiny", "--seeds", "0", "--out", str(tmp_path / "out")]
-    told = CliRunner().invoke(app, words)
-    assert told.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in told.output
-    assert "index.html" not in told.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in result.output
+    assert "index.html" not in result.output
 
 
 def test_nothing_to_report_on(tmp_path):
@@ -266,14 +271,14 @@ def nothing():
 
 def test_stopped_resumed_failed_and_finished_runs(tmp_path):
     FORKS.Process(target=nothing).start()
-    out, told = tmp_path / "out", []
+    out, output = tmp_path / "out", []
     words = [*SMALL, f"cache={tmp_path / 'cache'}"]
 
-    def both(*arms, jobs=2, say=told.append, more=()):
+    def both(*arms, jobs=2, say=output.append, more=()):
         return compare(out, read_arms(arms, [*words, *more], []), [0, 1], jobs=jobs, window=1, say=say)
 
     def interrupting(text):
-        told.append(text)
+        output.append(text)
         if "started" in text:  # as Ctrl-C would be, while it trains
             first = out / "runs" / "g2rpo" / "0" / "metrics.jsonl"
             deadline = time.monotonic() + 120
@@ -300,16 +305,16 @@ def test_stopped_resumed_failed_and_finished_runs(tmp_path):
     assert list(done.values) == ["reward/tiny_clip", "eval/tiny_clip", "eval_gain/tiny_clip"]
 
     before = {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")}
-    told.clear()
+    output.clear()
     again = both(G2RPO, DANCE)
-    assert told == [] and again.values["eval/tiny_clip"].rows[0] == done.values["eval/tiny_clip"].rows[1]
+    assert output == [] and again.values["eval/tiny_clip"].rows[0] == done.values["eval/tiny_clip"].rows[1]
     with pytest.raises(
         ValueError, match=r"arm g2rpo: .* holds a run with other settings(.|\n)*lr: 3e-05 there"
     ):
         both(G2RPO, DANCE, more=["lr=1e-2"])
     with pytest.raises(ValueError, match=r"arm g2rpo: .* evaluated in another way.*eval_num_steps: 1 and 2"):
         both(G2RPO, DANCE, more=["eval_num_steps=2"])
-    assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before and told == []
+    assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before and output == []
 
     # As a signal during the last evaluation leaves it: trained to the end, but not finished.
     first = out / "runs" / "g2rpo" / "0"
@@ -318,7 +323,7 @@ def test_stopped_resumed_failed_and_finished_runs(tmp_path):
     (first / "metrics.jsonl").write_text("".join(kept[:-1]))
     assert "eval/tiny_clip" in kept[-1] and "eval/tiny_clip" not in kept[-2]
     both(G2RPO, DANCE)
-    assert "3 of 4 runs are finished already" in told
+    assert "3 of 4 runs are finished already" in output
     assert {path: path.read_bytes() for path in out.glob("runs/*/*/metrics.jsonl")} == before
 
 

@@ -10,21 +10,21 @@ from g2rpo.__main__ import app
 from g2rpo.comparison.compare import compare
 
 
-def test_runs_that_were_judged_in_different_ways(tmp_path):
-    judged = lines([1.0, 2.0], evals=[(0, 0.5), (2, 0.7)])
+def test_runs_that_were_evaluated_in_different_ways(tmp_path):
+    evaluated = lines([1.0, 2.0], evals=[(0, 0.5), (2, 0.7)])
     few, many = (
         write_run(
-            tmp_path / f"{n}", judged, n, eval_every=2, eval_prompts="world:heldout", num_eval_prompts=n
+            tmp_path / f"{n}", evaluated, n, eval_every=2, eval_prompts="world:heldout", num_eval_prompts=n
         )
         for n in (2, 4)
     )
-    unjudged = write_run(tmp_path / "unjudged", lines([1.0, 2.0]), 7, eval_every=0)
+    not_evaluated = write_run(tmp_path / "not_evaluated", lines([1.0, 2.0]), 7, eval_every=0)
     with pytest.raises(ValueError, match=r"may differ in the seed alone.*num_eval_prompts: 2 and 4"):
         compare(tmp_path / "out", runs=[f"a={few}", f"a={many}"])
     compare(tmp_path / "out", runs=[f"a={few}", f"b={many}"])
-    told = "Arms were evaluated in different ways (num_eval_prompts; see Settings that differ)"
-    assert told in (tmp_path / "out" / "compare.md").read_text()
-    compare(tmp_path / "out", runs=[f"a={few}", f"a={unjudged}"])
+    note = "Arms were evaluated in different ways (num_eval_prompts; see Settings that differ)"
+    assert note in (tmp_path / "out" / "compare.md").read_text()
+    compare(tmp_path / "out", runs=[f"a={few}", f"a={not_evaluated}"])
     assert "in different ways" not in (tmp_path / "out" / "compare.md").read_text()
 
 
@@ -34,9 +34,9 @@ def test_a_run_without_its_last_evaluation_is_not_whole(tmp_path):
     )
     said: list[str] = []
     compare(tmp_path / "out", runs=[f"a={cut}"], say=said.append)
-    told = (tmp_path / "out" / "compare.md").read_text()
+    text = (tmp_path / "out" / "compare.md").read_text()
     assert said[-1].startswith("note: 1 of 1 runs are not finished")
-    assert "1 of 1 runs are not finished" in told and "its last evaluation is missing" in told
+    assert "1 of 1 runs are not finished" in text and "its last evaluation is missing" in text
 
 
 def test_a_comparison_may_be_moved(tmp_path, monkeypatch):
@@ -58,9 +58,9 @@ def test_the_terminal_shows_names_whole_in_80_columns(tmp_path, monkeypatch):
             folder = write_run(tmp_path / name / str(seed), rows, seed)
             words += ["--run", f"{name}={folder}"]
     monkeypatch.setenv("COLUMNS", "80")
-    told = CliRunner().invoke(app, ["compare", *words, "--out", str(tmp_path / "out")]).output.splitlines()
-    place = next(i for i, line in enumerate(told) if line.split() == [measure])
-    assert [" ".join(line.split()) for line in told[place + 1 : place + 3]] == [
+    output = CliRunner().invoke(app, ["compare", *words, "--out", str(tmp_path / "out")]).output.splitlines()
+    place = next(i for i, line in enumerate(output) if line.split() == [measure])
+    assert [" ".join(line.split()) for line in output[place + 1 : place + 3]] == [
         f"{arm} 0.5000 ± 0.5000 0.5000 ± 0.5000 –",
         "b 0.5000 ± 0.5000 0.5000 ± 0.5000 +0.0000 ± 0.0000",
     ]

@@ -20,12 +20,13 @@ from g2rpo.__main__ import app
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation import lineup
 from g2rpo.evaluation.evaluate import evaluate
-from g2rpo.evaluation.lineup import Drawing
 from g2rpo.evaluation.matching import read_pixels
-from g2rpo.evaluation.stats import difference_of, mean_of
+from g2rpo.evaluation.stats import difference_over_prompts, mean_over_prompts
+from g2rpo.inference import sample as sampling
 from g2rpo.inference.images import read_png_text
 from g2rpo.inference.names import labels_of
 from g2rpo.inference.open import open_policy
+from g2rpo.inference.sample import SampleRequest
 from g2rpo.models.tiny import tiny_folder
 
 OWN = """
@@ -48,9 +49,9 @@ MODELS = ["tiny", "tiny@g2rpo"]
 REWARDS = ["own_eval:red", "own_eval:picky"]
 
 
-def drawing(**changes):
+def request(**changes):
     given = {"prompts": PROMPTS, "steps": (1, 2), "num_images": 2, "seed": 7, "batch": 4, "device": "cpu"}
-    return Drawing(**(given | changes))
+    return SampleRequest(**(given | changes))
 
 
 def quiet(line):
@@ -65,7 +66,7 @@ def opened_once(model, *given):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """The user's module of rewards, in the current folder; each policy is loaded by one test alone."""
-    monkeypatch.setattr(lineup, "open_policy", lambda model, **given: opened_once(model, *given.items()))
+    monkeypatch.setattr(sampling, "open_policy", lambda model, **given: opened_once(model, *given.items()))
     (tmp_path / "own_eval.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -76,13 +77,13 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """Seeds of every batch that is drawn; a signal comes before the batch number of drawn.stop."""
+def sampled(monkeypatch):
+    """Seeds of every batch that is sampled; a signal comes before the batch number of sampled.stop."""
 
-    class Drawn(list):
+    class Sampled(list):
         stop = None
 
-    seen, real = Drawn(), lineup.sample_images
+    seen, real = Sampled(), lineup.sample_images
 
     def counting(policy, prompts, **given):
         if seen.stop == len(seen):
@@ -103,10 +104,10 @@ def files(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
-    done = evaluate(MODELS, drawing(), REWARDS, out="out", say=quiet)
+def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, sampled):
+    done = evaluate(MODELS, request(), REWARDS, out="out", say=quiet)
     seeds = [[7, 8, 9, 10], [11, 12]]
-    assert drawn == [(steps, batch) for _ in MODELS for steps in (1, 2) for batch in seeds]
+    assert sampled == [(steps, batch) for _ in MODELS for steps in (1, 2) for batch in seeds]
     rows = table(tmp_path / "out")
     assert [(r["model"], r["steps"], r["index"]) for r in rows] == [
         (model, steps, str(i)) for model in MODELS for steps in "12" for i in range(6)
@@ -126,11 +127,11 @@ def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
         values = [float(r["own_eval:red"]) for r in rows if (r["model"], r["steps"]) == (model, "2")]
         return np.reshape(values, (3, 2))
 
-    gap = difference_of(scores("tiny@g2rpo"), scores("tiny"))
+    gap = difference_over_prompts(scores("tiny@g2rpo"), scores("tiny"))
     assert done.differences[2, "tiny@g2rpo", "own_eval:red"] == gap and gap.mean != 0
-    assert done.means[2, "tiny", "own_eval:red"] == mean_of(scores("tiny"))
-    told = json.loads((tmp_path / "out" / "results.json").read_text())
-    cell = told["steps"]["2"]["tiny@g2rpo"]["own_eval:red"]
+    assert done.means[2, "tiny", "own_eval:red"] == mean_over_prompts(scores("tiny"))
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    cell = result["steps"]["2"]["tiny@g2rpo"]["own_eval:red"]
     assert cell["difference"]["low"] == gap.low and cell["difference"]["prompts"] == 3
     text = (tmp_path / "out" / "results.md").read_text()
     assert f"({gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])" in text and "## 1 steps" in text
@@ -139,20 +140,20 @@ def test_every_model_draws_the_same_prompts_and_seeds(tmp_path, own, drawn):
         assert grid.height > 3 * 176 and grid.width > 2 * 176
 
 
-def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, drawn):
-    few = drawing(steps=(2,), num_images=1)
+def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, sampled):
+    few = request(steps=(2,), num_images=1)
     evaluate(["tiny"], few, REWARDS, out="out", say=quiet)
     before = files(tmp_path / "out")
-    drawn.clear(), own.CALLS.clear()
+    sampled.clear(), own.CALLS.clear()
     evaluate(["tiny"], few, REWARDS, out="out", say=quiet)
-    assert not drawn and not own.CALLS and files(tmp_path / "out") == before
-    evaluate(MODELS, drawing(num_images=1), REWARDS, out="out", say=quiet)
-    assert Counter(steps for steps, _ in drawn) == {1: 2, 2: 1} and len(own.CALLS) == 3
+    assert not sampled and not own.CALLS and files(tmp_path / "out") == before
+    evaluate(MODELS, request(num_images=1), REWARDS, out="out", say=quiet)
+    assert Counter(steps for steps, _ in sampled) == {1: 2, 2: 1} and len(own.CALLS) == 3
     (tmp_path / "out" / "tiny" / "2" / "00001.png").unlink()
-    drawn.clear(), own.CALLS.clear()
-    evaluate(MODELS, drawing(num_images=1), REWARDS, out="out", say=quiet)
-    assert drawn == [(2, [7, 8, 9])] and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]]
-    evaluate(MODELS, drawing(num_images=1), REWARDS, out="whole", say=quiet)
+    sampled.clear(), own.CALLS.clear()
+    evaluate(MODELS, request(num_images=1), REWARDS, out="out", say=quiet)
+    assert sampled == [(2, [7, 8, 9])] and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]]
+    evaluate(MODELS, request(num_images=1), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -160,27 +161,27 @@ def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, 
     ("models", "changes", "rewards", "said"),
     [
         (MODELS, {"seed": 8}, REWARDS, "seed: 7 there, 8 given"),
-        (MODELS, {"asked": {"guidance": 2.0}}, REWARDS, "guidance: None there, 2.0 given"),
+        (MODELS, {"conditions": {"guidance": 2.0}}, REWARDS, "guidance: None there, 2.0 given"),
         (MODELS, {"prompts": PROMPTS[:2]}, REWARDS, "prompts: 3 there, 2 given"),
         (MODELS, {"steps": (2,)}, REWARDS, "steps: 1 there, and not given"),
         (MODELS, {}, REWARDS[:1], "rewards: "),
         (MODELS[:1], {}, REWARDS, "models: tiny@g2rpo (tiny@g2rpo) is there, and not given"),
-        (MODELS[::-1], {}, REWARDS, "the first model is tiny there, tiny@g2rpo here"),
+        (MODELS[::-1], {}, REWARDS, "the first model is tiny there, tiny@g2rpo given"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, said):
     (tmp_path / "out").mkdir()
     first = lineup.Lineup(
-        "evaluation", MODELS, drawing(), tmp_path / "out", more={"rewards": judges(REWARDS)}
+        "evaluation", MODELS, request(), tmp_path / "out", more={"rewards": reward_identities(REWARDS)}
     )
     first.write()
     before = files(tmp_path / "out")
-    with pytest.raises(ValueError, match="holds pictures of other settings") as refused:
-        evaluate(models, drawing(**changes), rewards, out="out", say=quiet)
+    with pytest.raises(ValueError, match="holds images of other settings") as refused:
+        evaluate(models, request(**changes), rewards, out="out", say=quiet)
     assert said in str(refused.value) and files(tmp_path / "out") == before
 
 
-def judges(names):
+def reward_identities(names):
     from g2rpo.evaluation.score_folder import code_hash
 
     return {name: {"options": {}, "code": code_hash(name)} for name in names}
@@ -188,40 +189,40 @@ def judges(names):
 
 def test_a_model_that_changed_is_refused(tmp_path, own):
     folder = shutil.copytree(tiny_folder("tiny@g2rpo")[1], tmp_path / "weights")
-    given = ("evaluation", ["tiny", "weights"], drawing(base="tiny"), tmp_path / "out")
+    given = ("evaluation", ["tiny", "weights"], request(base="tiny"), tmp_path / "out")
     lineup.Lineup(*given).write()
     lineup.Lineup(*given)
     os.utime(folder / "pytorch_lora_weights.safetensors", (1, 1))
     with pytest.raises(ValueError, match="weights: another model than there, or changed since"):
         lineup.Lineup(*given)
     with pytest.raises(ValueError, match="holds something else"):
-        lineup.Lineup("gallery", ["tiny"], drawing(), tmp_path / "out")
+        lineup.Lineup("gallery", ["tiny"], request(), tmp_path / "out")
 
 
-def test_interrupted_it_goes_on(tmp_path, own, drawn):
+def test_interrupted_it_goes_on(tmp_path, own, sampled):
     given = {"out": tmp_path / "out", "say": quiet}
-    drawn.stop = 3  # within the first model's second number of steps
-    assert evaluate(MODELS, drawing(), REWARDS, **given).interrupted
-    assert len(drawn) == 3 and not own.CALLS and not (tmp_path / "out" / "results.md").exists()
-    drawn.stop, own.STOP_AFTER[0] = None, 3  # while the third batch is scored
-    assert evaluate(MODELS, drawing(), REWARDS, **given).interrupted
-    assert len(drawn) == 4 and len(table(tmp_path / "out")) == 6
+    sampled.stop = 3  # within the first model's second number of steps
+    assert evaluate(MODELS, request(), REWARDS, **given).interrupted
+    assert len(sampled) == 3 and not own.CALLS and not (tmp_path / "out" / "results.md").exists()
+    sampled.stop, own.STOP_AFTER[0] = None, 3  # while the third batch is scored
+    assert evaluate(MODELS, request(), REWARDS, **given).interrupted
+    assert len(sampled) == 4 and len(table(tmp_path / "out")) == 6
     own.STOP_AFTER[0] = None
     # As if the power had failed: a part of a row, the last number of which is cut.
     head, *rows = (tmp_path / "out" / "scores.csv").read_text().splitlines(keepends=True)
     (tmp_path / "out" / "scores.csv").write_text(head + "".join(rows[:3]))
     (tmp_path / "out" / "scores.part-0.csv").write_text(head + rows[3] + rows[4].rstrip()[:-3])
     own.CALLS.clear()
-    assert not evaluate(MODELS, drawing(), REWARDS, **given).interrupted
-    assert len(drawn) == 8 and [len(prompts) for prompts, _ in own.CALLS] == [2, 4, 2, 4, 2, 4, 2]
-    evaluate(MODELS, drawing(), REWARDS, out="whole", say=quiet)
+    assert not evaluate(MODELS, request(), REWARDS, **given).interrupted
+    assert len(sampled) == 8 and [len(prompts) for prompts, _ in own.CALLS] == [2, 4, 2, 4, 2, 4, 2]
+    evaluate(MODELS, request(), REWARDS, out="whole", say=quiet)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_rewards_in_another_order_keep_their_scores(tmp_path, own):
-    evaluate(MODELS[:1], drawing(), REWARDS, out="out", say=quiet)
+    evaluate(MODELS[:1], request(), REWARDS, out="out", say=quiet)
     before = table(tmp_path / "out")
-    again, clean = (evaluate(MODELS, drawing(), REWARDS[::-1], out=o, say=quiet) for o in ("out", "clean"))
+    again, clean = (evaluate(MODELS, request(), REWARDS[::-1], out=o, say=quiet) for o in ("out", "clean"))
     assert again.means == clean.means and again.differences == clean.differences
     assert table(tmp_path / "out")[: len(before)] == before
 
@@ -231,10 +232,10 @@ def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
     (tmp_path / "p.txt").write_text("\n".join(TEXTS))
     words = ["evaluate", "tiny", "tiny", "--prompts", "p.txt", "--steps", "1", "--device", "cpu"]
     words += ["--rewards", ",".join(REWARDS), "--out", "out"]
-    told = CliRunner().invoke(app, words)
-    assert told.exit_code == 0, told.output
-    said = " ".join(told.output.split())
-    assert "1 pictures of tiny-2 in 1 steps have no score by own_eval:picky" in said
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "1 images of tiny-2 in 1 steps have no score by own_eval:picky" in said
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["steps"]["1"]
     assert {key: cells["tiny"]["own_eval:picky"][key] for key in ("prompts", "invalid")} == {
         "prompts": 2,
@@ -244,30 +245,32 @@ def test_what_has_no_score_is_counted_and_tried_again(tmp_path, own):
     assert (gap["mean"], gap["low"], gap["high"], gap["prompts"], gap["invalid"]) == (0, 0, 0, 2, 1)
     own.CALLS.clear()
     own.BROKEN[:] = TEXTS
-    told = CliRunner().invoke(app, words)  # only what failed is judged again
-    assert told.exit_code == 0 and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]] * 2
+    result = CliRunner().invoke(app, words)  # only what failed is scored again
+    assert result.exit_code == 0 and [prompts for prompts, _ in own.CALLS] == [[TEXTS[1]]] * 2
     own.BROKEN[:] = TEXTS
-    told = CliRunner().invoke(app, [*words[:-1], "none"])
-    assert told.exit_code == 1
+    result = CliRunner().invoke(app, [*words[:-1], "none"])
+    assert result.exit_code == 1
     cell = json.loads((tmp_path / "none" / "results.json").read_text())["steps"]["1"]["tiny"]
     assert cell["own_eval:picky"]["mean"] is None and cell["own_eval:picky"]["invalid"] == 3
     assert math.isfinite(cell["own_eval:red"]["mean"])
 
 
 def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, monkeypatch):
-    opened, real = [], lineup.open_policy
+    opened, real = [], sampling.open_policy
 
     def opening(model, **given):
         opened.append((model, given))
         return real(model, **given)
 
-    monkeypatch.setattr(lineup, "open_policy", opening)
+    monkeypatch.setattr(sampling, "open_policy", opening)
     monkeypatch.setattr(lineup, "own_conditions", lambda model: {"guidance": 1.5} if "@" in model else {})
-    told = []
-    evaluate(MODELS, drawing(steps=(1,), num_images=1), REWARDS[:1], out="out", say=told.append)
+    lines = []
+    evaluate(MODELS, request(steps=(1,), num_images=1), REWARDS[:1], out="out", say=lines.append)
     assert [model for model, _ in opened] == MODELS and opened[1][1]["guidance"] == 3.5
-    assert "tiny@g2rpo: 3 pictures to draw, with guidance 3.5 (its own: 1.5), as tiny, or as asked" in told
-    asked = drawing(steps=(1,), num_images=1, asked={"guidance": 2.0, "resolution": None})
+    assert (
+        "tiny@g2rpo: 3 images to sample, with guidance 3.5 (its own: 1.5), as tiny, or as requested" in lines
+    )
+    asked = request(steps=(1,), num_images=1, conditions={"guidance": 2.0, "resolution": None})
     evaluate(MODELS, asked, REWARDS[:1], out="asked", say=quiet)
     assert [given["guidance"] for _, given in opened[2:]] == [2.0, 2.0]
     assert read_png_text(tmp_path / "asked" / "tiny@g2rpo" / "1" / "00000.png")[1]["guidance"] == 2.0
@@ -287,7 +290,7 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
         (["--guidance", "-1"], "Invalid value for '--guidance'"),
         (["tiny@g2rp"], "no embedded model 'tiny@g2rp'; there are: tiny"),
         (["nowhere"], "no model folder 'nowhere'"),
-        (["weights"], "weights holds weights alone; say which model they belong to with --base NAME"),
+        (["weights"], "weights holds only weights; name the model that they belong to with --base NAME"),
         (["other"], "other holds no model_index.json"),
         (["empty_run"], "empty_run holds no checkpoint; train the run further"),
         (["--shift", "0"], "--shift 0: give a number above 0, or pipeline"),
@@ -296,7 +299,7 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
 )
 def test_mistakes_are_told_before_a_model_is_opened(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lineup, "open_policy", lambda *given, **more: pytest.fail("a model was opened"))
+    monkeypatch.setattr(sampling, "open_policy", lambda *given, **more: pytest.fail("a model was opened"))
     (tmp_path / "p.txt").write_text("a red circle\n")
     (tmp_path / "empty.txt").write_text("\n")
     for file in ("weights/pytorch_lora_weights.safetensors", "empty_run/config.toml", "other/x.txt"):
@@ -304,8 +307,8 @@ def test_mistakes_are_told_before_a_model_is_opened(tmp_path, monkeypatch, words
         (tmp_path / file).touch()
     given = {"--rewards": "verifier", "--prompts": "p.txt", "--steps": "1"}
     words = [*words, *(word for key in given if key not in words for word in (key, given[key]))]
-    told = CliRunner().invoke(app, ["evaluate", "tiny", *words])
-    assert told.exit_code == 2 and said in told.output.replace("\n", ""), told.output
+    result = CliRunner().invoke(app, ["evaluate", "tiny", *words])
+    assert result.exit_code == 2 and said in result.output.replace("\n", ""), result.output
     assert sorted(os.listdir(tmp_path)) == ["empty.txt", "empty_run", "other", "p.txt", "weights"]
 
 
@@ -339,17 +342,17 @@ def evaluate_as(folder, out):
         return real(policy, prompts, **given)
 
     lineup.sample_images = telling
-    evaluate(MODELS, drawing(batch=2), REWARDS, out=out)
+    evaluate(MODELS, request(batch=2), REWARDS, out=out)
 
 
 def test_two_processes_write_what_one_writes(tmp_path, own):
-    evaluate(MODELS, drawing(batch=2), REWARDS, out="one", say=quiet)
-    for code, told in run_processes(2, evaluate_as, str(tmp_path), "two", log=tmp_path / "log"):
-        assert code == 0, told
-    told = [(tmp_path / "log" / f"process_{rank}.txt").read_text() for rank in range(2)]
-    assert "tiny@g2rpo: 12 pictures" in told[0] and "pictures" not in told[1]
-    shares = [[line for line in text.splitlines() if line.startswith("seeds")] for text in told]
-    # Of each model 2 x 3 batches: every other one is drawn by the other process.
+    evaluate(MODELS, request(batch=2), REWARDS, out="one", say=quiet)
+    for code, output in run_processes(2, evaluate_as, str(tmp_path), "two", log=tmp_path / "log"):
+        assert code == 0, output
+    outputs = [(tmp_path / "log" / f"process_{rank}.txt").read_text() for rank in range(2)]
+    assert "tiny@g2rpo: 12 images" in outputs[0] and "images" not in outputs[1]
+    shares = [[line for line in text.splitlines() if line.startswith("seeds")] for text in outputs]
+    # Of each model 2 x 3 batches: every other one is sampled by the other process.
     assert shares[0] == ["seeds 7 8", "seeds 11 12", "seeds 9 10"] * 2
     assert shares[1] == ["seeds 9 10", "seeds 7 8", "seeds 11 12"] * 2
     one, two = files(tmp_path / "one"), files(tmp_path / "two")

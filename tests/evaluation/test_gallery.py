@@ -1,4 +1,4 @@
-"""`g2rpo gallery`: rows of prompts, columns of models, the pictures in their places."""
+"""`g2rpo gallery`: rows of prompts, columns of models, the images in their places."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_each_picture_stands_in_its_row_and_column():
             whole, from_pil(Image.new("RGB", (cell, cell), tuple(round(255 * c) for c in colour)))
         )
     assert min(page.crop((0, 0, page.width, top)).convert("L").getextrema()) < 100  # titles
-    for row in range(2):  # captions stand at the left of their rows, and leave the pictures alone
+    for row in range(2):  # captions stand at the left of their rows, and leave the images alone
         y = top + row * (cell + GAP)
         assert min(page.crop((0, y, LEFT, y + cell)).convert("L").getextrema()) < 100
         assert page.crop((LEFT - GAP, y, LEFT, y + cell)).convert("L").getextrema() == (255, 255)
@@ -49,7 +49,7 @@ def test_long_captions_and_labels_stay_in_their_places(notes):
     assert page.crop((LEFT + 177, 0, page.width, page.height)).convert("L").getextrema() == (255, 255)
 
 
-def test_large_pictures_are_reduced_and_keep_their_form():
+def test_large_images_are_reduced_and_keep_their_form():
     page = sheet([plain((1.0, 0.0, 0.0), height=400, width=800)], ["wide"], ["base"])
     red = (from_pil(page)[1] < 0.1) & (from_pil(page)[0] > 0.9)
     assert red.any(0).sum() == 320 and red.any(1).sum() == 160
@@ -57,41 +57,41 @@ def test_large_pictures_are_reduced_and_keep_their_form():
 
 def test_counts_and_shapes_must_fit():
     red = (1.0, 0.0, 0.0)
-    for pictures, captions in (([plain(red)], ["a", "b"]), ([plain(red, red)], ["a"]), ([], [])):
-        with pytest.raises(ValueError, match="a caption a row and a title a column"):
-            sheet(pictures, captions, ["base"])
-    with pytest.raises(ValueError, match="pictures of one shape"):
+    for images, captions in (([plain(red)], ["a", "b"]), ([plain(red, red)], ["a"]), ([], [])):
+        with pytest.raises(ValueError, match="one caption per row, one title per column"):
+            sheet(images, captions, ["base"])
+    with pytest.raises(ValueError, match="images of one shape"):
         sheet([plain(red), plain(red, height=20)], ["a", "b"], ["base"])
 
 
 def test_the_command_draws_a_figure_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    drawn, real = [], lineup.sample_images
+    sampled, real = [], lineup.sample_images
 
     def counting(policy, prompts, **given):
-        drawn.append((list(prompts), given["seeds"]))
+        sampled.append((list(prompts), given["seeds"]))
         return real(policy, prompts, **given)
 
     monkeypatch.setattr(lineup, "sample_images", counting)
     words = ["gallery", "tiny", "--prompt", "a red circle", "--prompt", "two blue stars", "--steps", "2"]
     words += ["--device", "cpu", "--seed", "5"]
-    told = CliRunner().invoke(app, words)
-    assert told.exit_code == 0 and "gallery/gallery.png: tiny" in told.output, told.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "gallery/gallery.png: tiny" in result.output, result.output
     with Image.open("gallery/gallery.png") as page:
         narrow = page.size
-    told = CliRunner().invoke(app, [words[0], "tiny", *words[1:], "--labels", "base,again"])
-    assert told.exit_code == 2 and "models: tiny (tiny) is there, and not given" in told.output
-    told = CliRunner().invoke(app, [words[0], "tiny", *words[1:]])
-    assert told.exit_code == 0, told.output
-    # The second column alone was drawn the second time.
-    assert drawn == [(["a red circle", "two blue stars"], [5, 6])] * 2
+    result = CliRunner().invoke(app, [words[0], "tiny", *words[1:], "--labels", "base,again"])
+    assert result.exit_code == 2 and "models: tiny (tiny) is there, and not given" in result.output
+    result = CliRunner().invoke(app, [words[0], "tiny", *words[1:]])
+    assert result.exit_code == 0, result.output
+    # The second column alone was sampled the second time.
+    assert sampled == [(["a red circle", "two blue stars"], [5, 6])] * 2
     with Image.open("gallery/gallery.png") as page:
         assert page.size == (narrow[0] + 192 + GAP, narrow[1])
         pixels = from_pil(page)
     assert torch.equal(pixels[:, -400:, LEFT : LEFT + 192], pixels[:, -400:, LEFT + 200 : LEFT + 392])
     prompt, info = read_png_text(tmp_path / "gallery" / "tiny-2" / "2" / "00001.png")
     assert (prompt, info["seed"], info["num_steps"]) == ("two blue stars", 6, 2)
-    told = CliRunner().invoke(app, ["gallery", "tiny"])
-    assert told.exit_code == 2 and "no prompts" in told.output
-    told = CliRunner().invoke(app, [*words, "--steps", "3"])
-    assert told.exit_code == 2 and "steps: 2 there, and not given" in told.output
+    result = CliRunner().invoke(app, ["gallery", "tiny"])
+    assert result.exit_code == 2 and "no prompts" in result.output
+    result = CliRunner().invoke(app, [*words, "--steps", "3"])
+    assert result.exit_code == 2 and "steps: 2 there, and not given" in result.output

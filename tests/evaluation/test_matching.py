@@ -48,7 +48,7 @@ def test_an_order_that_is_clear(names):
     [["img_2.png", "img_10.png"], [f"{i}.png" for i in range(12)], ["x9y", "x10a"], ["cat-2.png", "cat.png"]],
 )
 def test_an_order_that_is_not_clear_is_refused(names):
-    with pytest.raises(ValueError, match=r"order is not clear.*--map"):
+    with pytest.raises(ValueError, match=r"order is ambiguous.*--map"):
         in_order(names)
 
 
@@ -56,7 +56,7 @@ def test_counts_that_differ_are_both_named(tmp_path):
     folder = paint(tmp_path / "in", {"a.png": 1, "b.png": 2, "c.png": 3})
     (folder / "d.gif").write_bytes(b"GIF89a")
     (tmp_path / "p.txt").write_text("x\ny\n")
-    with pytest.raises(ValueError, match=r"3 pictures in .*d\.gif, passed over.* but 2 prompts in .*p\.txt"):
+    with pytest.raises(ValueError, match=r"3 images in .*d\.gif, ignored.* but 2 prompts in .*p\.txt"):
         match(folder, str(tmp_path / "p.txt"))
 
 
@@ -80,9 +80,9 @@ def test_a_mapping_pairs_by_file_and_brings_metadata(tmp_path, name, text):
     ("lines", "said"),
     [
         (["gone.png", "a.png", "also.png"], r"2 of 3 files of .*gone\.png, also\.png"),
-        (["a.png", "b.png", "../in/a.png"], r"line 3: \.\./in/a\.png stands in line 1 already"),
-        ([None], r"line 1: a mapping names the picture in `file`; this has none"),
-        ([7], r"this has 7"),
+        (["a.png", "b.png", "../in/a.png"], r"line 3: \.\./in/a\.png is in line 1 already"),
+        ([None], r"line 1: a mapping names the image in `file`; this record has none"),
+        ([7], r"this record has 7"),
     ],
 )
 def test_mappings_that_do_not_fit(tmp_path, lines, said):
@@ -93,7 +93,7 @@ def test_mappings_that_do_not_fit(tmp_path, lines, said):
         match(folder, mapping=str(tmp_path / "m.jsonl"))
 
 
-def test_pictures_that_carry_their_prompts(tmp_path):
+def test_images_that_carry_their_prompts(tmp_path):
     folder = tmp_path / "in"
     for i, prompt in enumerate(["one", "two"]):
         save_png(torch.rand(3, 8, 8), folder / f"{i}.png", prompt, {"seed": i})
@@ -106,18 +106,18 @@ def test_pictures_that_carry_their_prompts(tmp_path):
     save_png(
         torch.rand(3, 8, 8), folder / "other.png", '{"3": {"class_type": "KSampler"}}'
     )  # ComfyUI's field
-    with pytest.raises(ValueError, match=r"1 of 3 pictures .* carry no prompt by g2rpo: other\.png; give"):
+    with pytest.raises(ValueError, match=r"1 of 3 images .* carry no prompt by g2rpo: other\.png; give"):
         match(folder)
 
 
-def test_leftovers_of_another_model_are_told(tmp_path):
-    """As `sample` leaves them that drew fewer pictures into the same folder than the call before."""
+def test_leftovers_of_another_model_are_reported(tmp_path):
+    """As `sample` leaves them that made fewer images into the same folder than the call before."""
     for i in range(5):
         save_png(torch.rand(3, 8, 8), tmp_path / f"{i}.png", "x", {"model": "old" if i > 1 else "new"})
     found = match(tmp_path)
     assert len(found.items) == 5
     said = "2 by new (0.png …), 3 by old (2.png …); the means are over all of them"
-    assert found.notes == [f"note: pictures of 2 models lie here: {said}"]
+    assert found.notes == [f"note: images of 2 models are here: {said}"]
     for i in range(2, 5):
         (tmp_path / f"{i}.png").unlink()
     assert match(tmp_path).notes == []
@@ -198,6 +198,6 @@ def test_what_cannot_be_read_is_named_before_a_model_is_loaded(tmp_path, monkeyp
     (tmp_path / "m.jsonl").write_text(
         f'{{"file": "good.png", "prompt": "x"}}\n{{"file": "{name}", "prompt": "y"}}'
     )
-    with pytest.raises(ValueError, match=rf"{name} cannot be read as a picture"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as an image"):
         score(tmp_path / "in", ["loads:score"], mapping=str(tmp_path / "m.jsonl"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Watching and comparing without a model: pictures are numbers of their seeds, rewards look at them."""
+"""Evaluation and comparison without a model: images are functions of their seeds."""
 
 import json
 from dataclasses import replace
@@ -10,17 +10,17 @@ from rich.console import Console
 
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.before_after import OWN, UNSEEN, Comparison
-from g2rpo.evaluation.monitor import PictureSet, Schedule, Watcher
+from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator, ImageSet
 from g2rpo.rewards.registry import CheckedReward
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.runtime.progress import RunProgress
 
 
-class Painter(Watcher):
-    """Pictures of one colour, of seed and number of steps."""
+class Painter(Evaluator):
+    """Images of one colour, which depends on the seed and the number of steps."""
 
-    def pictures(self, pictures):
-        shades = torch.tensor(pictures.seeds).remainder(251) / 255 + self.num_steps / 10_000
+    def images(self, image_set):
+        shades = torch.tensor(image_set.seeds).remainder(251) / 255 + self.num_steps / 10_000
         return (shades[:, None, None, None].expand(-1, 3, 8, 8) * 255).round() / 255
 
 
@@ -52,7 +52,7 @@ def test_rewards_get_what_is_known_of_each_prompt():
         seen.extend(zip(texts, metadata, strict=True))
         return brightness(images, texts)
 
-    painter(spy=spy).scores(one := PictureSet.of("some", OWN_FILE, 10), torch.rand(10, 3, 8, 8))
+    painter(spy=spy).scores(one := ImageSet.of("some", OWN_FILE, 10), torch.rand(10, 3, 8, 8))
     assert seen == [(prompt.text, prompt.metadata) for prompt in OWN_FILE for _ in range(2)]
     assert one.seeds[0] == 1_000_000 and len(set(one.seeds)) == 10
 
@@ -72,8 +72,8 @@ def test_a_comparison_goes_on_as_it_began(tmp_path):
     assert longer.sets != comparison(8).sets
     again = longer.resumed(tmp_path)
     assert again.sets == comparison(8).sets
-    judged = painter(brightness=brightness, new=brightness)  # another reward than before
-    (own, unseen) = again.draw_after(judged, tmp_path, ["brightness"])
+    evaluator = painter(brightness=brightness, new=brightness)  # another reward than before
+    (own, unseen) = again.draw_after(evaluator, tmp_path, ["brightness"])
     assert (own.reward, own.difference, own.num, unseen.num) == ("brightness", 0, 8, 9)
     assert (tmp_path / "before_after.png").is_file() and (tmp_path / "comparison.md").is_file()
 
@@ -87,8 +87,8 @@ def test_a_comparison_goes_on_as_it_began(tmp_path):
         (comparison(other=[]), "eval_prompts or num_eval_prompts: other unseen prompts"),
     ],
 )
-def test_a_comparison_with_other_pictures_is_refused(tmp_path, now, said):
-    with pytest.raises(ValueError, match=r"holds no pictures of the untrained model.* or compare_images=0"):
+def test_a_comparison_with_other_images_is_refused(tmp_path, now, said):
+    with pytest.raises(ValueError, match=r"holds no images of the untrained model.* or compare_images=0"):
         now.resumed(tmp_path)
     comparison().draw_before(painter(), tmp_path)
     with pytest.raises(ValueError, match=f"{said}(.|\n)*or compare_images=0"):
@@ -96,28 +96,28 @@ def test_a_comparison_with_other_pictures_is_refused(tmp_path, now, said):
     assert comparison(0).resumed(tmp_path).sets == ()
 
 
-def test_gains_are_told_between_equal_pictures_only(tmp_path):
-    one = PictureSet.of("evaluation", OTHER)
+def test_gains_are_reported_between_equal_images_only(tmp_path):
+    one = ImageSet.of("evaluation", OTHER)
     painter().evaluate(one, tmp_path, 0)
     assert painter().evaluate(one, tmp_path, 5)["eval_gain/brightness"] == 0
     assert "eval_gain/brightness" not in painter(num_steps=8).evaluate(one, tmp_path, 5)
-    assert "eval_gain/brightness" not in painter().evaluate(PictureSet.of("other", OTHER[1:]), tmp_path, 5)
+    assert "eval_gain/brightness" not in painter().evaluate(ImageSet.of("other", OTHER[1:]), tmp_path, 5)
     kept = json.loads((tmp_path / "evaluations" / "step_000000.json").read_text())
     assert kept["num_steps"] == 4 and kept["prompts"] == ["x", "b", "y", "z"]
 
 
-@pytest.mark.parametrize(("changed", "told"), [({"urls": ["b"]}, True), ({"prompt": "other"}, False)])
-def test_gains_are_told_of_equal_judges_only(tmp_path, changed, told):
+@pytest.mark.parametrize(("changed", "reported"), [({"urls": ["b"]}, True), ({"prompt": "other"}, False)])
+def test_gains_are_reported_of_equal_rewards_only(tmp_path, changed, reported):
     """An address may change between step 0 and 5, but not what is asked for."""
-    one = PictureSet.of("evaluation", OTHER)
+    one = ImageSet.of("evaluation", OTHER)
     options = {"urls": ["a"], "prompt": "p", "sizes": (1, 2), "folder": tmp_path}
     painter(judge=CheckedReward("judge", brightness, options)).evaluate(one, tmp_path, 0)
     later = painter(judge=CheckedReward("judge", brightness, {**options, **changed}))
-    assert ("eval_gain/judge" in later.evaluate(one, tmp_path, 5)) == told
+    assert ("eval_gain/judge" in later.evaluate(one, tmp_path, 5)) == reported
 
 
 def test_records_of_before_options_were_kept_still_have_gains(tmp_path):
-    one = PictureSet.of("evaluation", OTHER)
+    one = ImageSet.of("evaluation", OTHER)
     painter().evaluate(one, tmp_path, 0)
     path = tmp_path / "evaluations" / "step_000000.json"
     kept = json.loads(path.read_text())
@@ -128,17 +128,17 @@ def test_records_of_before_options_were_kept_still_have_gains(tmp_path):
 
 
 def test_what_an_interrupt_cut_off_is_made_up_for(tmp_path):
-    schedule = Schedule(PictureSet.of("e", OTHER), PictureSet.of("s", OWN_FILE), 2, 2)
+    plan = EvaluationPlan(ImageSet.of("e", OTHER), ImageSet.of("s", OWN_FILE), 2, 2)
     grid = tmp_path / "samples" / "step_000002" / "grid.png"
 
-    def watch(step, schedule=schedule):
+    def evaluate(step, plan=plan):
         quiet = RunProgress(4, console=Console(quiet=True))
         with MetricsWriter(tmp_path, resumed_step=step, tensorboard=False) as writer:
-            schedule.watch(painter(), tmp_path, step, writer, quiet, ends=False, missing=True)
+            plan.evaluate_if_due(painter(), tmp_path, step, writer, quiet, ends=False, missing=True)
         return [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
 
-    assert watch(1) == [] and not grid.exists()  # not due
-    assert watch(2, replace(schedule, shown=None)) == [2] and not grid.exists()
-    assert watch(2) == [2] and grid.is_file()  # the grid alone was missing
+    assert evaluate(1) == [] and not grid.exists()  # not due
+    assert evaluate(2, replace(plan, shown=None)) == [2] and not grid.exists()
+    assert evaluate(2) == [2] and grid.is_file()  # the grid alone was missing
     written = grid.stat().st_mtime_ns
-    assert watch(2) == [2] and grid.stat().st_mtime_ns == written
+    assert evaluate(2) == [2] and grid.stat().st_mtime_ns == written

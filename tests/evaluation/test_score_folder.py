@@ -1,4 +1,4 @@
-"""`g2rpo score`: each picture with its own prompt, every score on disk once, and what fails told in words."""
+"""`g2rpo score`: each image with its own prompt, every score on disk once, and failures are explained."""
 
 import csv
 import json
@@ -75,7 +75,7 @@ def reds(out):
     return {row["file"]: round(float(row["own_rewards:red"]) * 255, 3) for row in table(out)}
 
 
-def test_sizes_are_grouped_and_rows_keep_the_pictures_order(tmp_path, own):
+def test_sizes_are_grouped_and_rows_keep_the_images_order(tmp_path, own):
     folder = paint(tmp_path / "in", {"a.png": 10, "c.png": 30, "e.png": 50})
     paint(folder, {"b.png": 20, "d.png": 40}, size=(12, 6))
     (tmp_path / "p.txt").write_text("pa\npb\npc\npd\npe\n")
@@ -99,10 +99,10 @@ def test_what_is_no_number_is_counted_and_in_no_mean(tmp_path, own):
     folder = paint(tmp_path / "in", {f"{i}.png": i for i in range(4)})
     (tmp_path / "p.txt").write_text("four\nnan\nsixsix\ninf\n")
     words = ["score", "--images", str(folder), "--prompts", "p.txt", "--out", "out", "--device", "cpu"]
-    told = CliRunner().invoke(app, [*words, "--rewards", "own_rewards:some, own_rewards:red"])
-    assert told.exit_code == 0, told.output
-    assert "2 of 4 pictures have no score by own_rewards:some" in told.output
-    line = next(line for line in told.output.splitlines() if line.strip().startswith("own_rewards:some"))
+    result = CliRunner().invoke(app, [*words, "--rewards", "own_rewards:some, own_rewards:red"])
+    assert result.exit_code == 0, result.output
+    assert "2 of 4 pictures have no score by own_rewards:some" in result.output
+    line = next(line for line in result.output.splitlines() if line.strip().startswith("own_rewards:some"))
     assert line.split() == ["own_rewards:some", "5.0000", "1.0000", "2", "2"]
     wrote = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert wrote["rewards"]["own_rewards:some"] == {"mean": 5, "standard_error": 1, "n": 2, "invalid": 2}
@@ -133,15 +133,15 @@ def test_interrupted_it_goes_on(tmp_path, own):
         "1",
     ]
     own.STOP_AFTER[0] = 3
-    told = CliRunner().invoke(app, [*words, "--out", "out"])
-    assert told.exit_code == 130 and "2 rows are kept" in told.output
+    result = CliRunner().invoke(app, [*words, "--out", "out"])
+    assert result.exit_code == 130 and "2 rows are kept" in result.output
     assert json.loads((tmp_path / "out" / "scores.json").read_text())["complete"] is False
     kept = (tmp_path / "out" / "scores.csv").read_text()
     (tmp_path / "out" / "scores.csv").write_text(kept[:-6])  # and as if the power had failed in the last row
     own.STOP_AFTER[0] = None
     own.CALLS.clear()
-    told = CliRunner().invoke(app, [*words, "--out", "out"])
-    assert told.exit_code == 0 and "1 were scored before" in told.output
+    result = CliRunner().invoke(app, [*words, "--out", "out"])
+    assert result.exit_code == 0 and "1 were scored before" in result.output
     assert [prompts for _, prompts, _ in own.CALLS] == [["b"], ["c"], ["d"], ["e"], ["f"]]
     CliRunner().invoke(app, [*words, "--out", "whole"])
     for name in ("scores.csv", "scores.json"):
@@ -160,14 +160,14 @@ def test_what_had_no_score_is_tried_again(tmp_path, own):
     (tmp_path / "p.txt").write_text("a\nb\n")
     words = ["score", "--images", str(folder), "--prompts", "p.txt", "--rewards", "own_rewards:fails"]
     own.BROKEN.append(True)
-    told = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, words)
     assert (
-        told.exit_code == 1
-        and "2 of 2 pictures have no score by own_rewards:fails: RuntimeError" in told.output
+        result.exit_code == 1
+        and "2 of 2 pictures have no score by own_rewards:fails: RuntimeError" in result.output
     )
     own.BROKEN.clear()
-    told = CliRunner().invoke(app, words)
-    assert told.exit_code == 0 and "0.1000" in told.output and "were scored before" not in told.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "0.1000" in result.output and "were scored before" not in result.output
 
 
 def test_rows_are_on_disk_when_a_file_breaks_off(tmp_path, own):
@@ -175,7 +175,7 @@ def test_rows_are_on_disk_when_a_file_breaks_off(tmp_path, own):
     data = (folder / "2.png").read_bytes()
     (folder / "2.png").write_bytes(data[: len(data) // 2 + 8])  # a good header, then torn data
     (tmp_path / "p.txt").write_text("a\nb\nc\n")
-    with pytest.raises(ValueError, match=r"2\.png cannot be read as a picture"):
+    with pytest.raises(ValueError, match=r"2\.png cannot be read as an image"):
         score(folder, ["own_rewards:red"], prompts="p.txt", out="out", batch=1, say=quiet)
     assert reds(tmp_path / "out") == {"0.png": 0, "1.png": 10}
 
@@ -242,7 +242,7 @@ def test_a_folder_of_scores_belongs_to_its_rewards(tmp_path, own):
         (["--rewards", "verifier", "--prompts", "bad.json"], "bad.json, line 1: not JSON"),
         (["--rewards", "verifier", "--prompts", "p.txt", "--map", "p.txt"], "--prompts or --map, not both"),
         (["--rewards", "verifier", "--images", "nowhere"], "--images nowhere: no such folder"),
-        (["--rewards", "verifier", "--images", "bare"], "no pictures (.png, .jpg, .jpeg, .webp) in bare; "),
+        (["--rewards", "verifier", "--images", "bare"], "no images (.png, .jpg, .jpeg, .webp) in bare; "),
         (["--rewards", "verifier", "--out", "p.txt"], "is a file; name a folder"),
     ],
 )
@@ -254,6 +254,6 @@ def test_mistakes_are_told(tmp_path, monkeypatch, words, said):
     (tmp_path / "bad.json").write_text("[")
     given = words if "--images" in words else [*words, "--images", "in"]
     given = given if {"--prompts", "--map"} & set(words) else [*given, "--prompts", "p.txt"]
-    told = CliRunner().invoke(app, ["score", *given])
-    assert told.exit_code == 2 and said in told.output.replace("\n", ""), told.output
+    result = CliRunner().invoke(app, ["score", *given])
+    assert result.exit_code == 2 and said in result.output.replace("\n", ""), result.output
     assert sorted(os.listdir(tmp_path)) == ["bad.json", "bare", "in", "p.txt"]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from g2rpo.evaluation.stats import difference_of, interval, mean_of, prompt_means
+from g2rpo.evaluation.stats import difference_over_prompts, interval, mean_over_prompts, prompt_means
 
 NAN = math.nan
 
@@ -13,27 +13,27 @@ NAN = math.nan
 def test_prompts_are_the_units():
     scores = np.array([[1.0, 3.0], [4.0, NAN], [NAN, math.inf], [6.0, 8.0]])
     np.testing.assert_array_equal(prompt_means(scores), [2.0, 4.0, NAN, 7.0])
-    one = mean_of(scores)
+    one = mean_over_prompts(scores)
     # means 2, 4, 7: (4 + 4 + 49/3 ...) variance ((7/3)^2 + (1/3)^2 + (8/3)^2) / 2 = 19/3, over 3 prompts
     assert one.mean == pytest.approx(13 / 3) and one.standard_error == pytest.approx(math.sqrt(19 / 3 / 3))
     assert (one.prompts, one.invalid) == (3, 3)
 
 
 def test_nothing_valid_is_no_number():
-    none, single = mean_of(np.full((3, 1), NAN)), mean_of(np.array([[2.0], [NAN]]))
+    none, single = mean_over_prompts(np.full((3, 1), NAN)), mean_over_prompts(np.array([[2.0], [NAN]]))
     assert (
         math.isnan(none.mean) and math.isnan(none.standard_error) and (none.prompts, none.invalid) == (0, 3)
     )
     assert single.mean == 2.0 and math.isnan(single.standard_error)
-    gap = difference_of(np.array([[2.0], [NAN]]), np.array([[1.5], [1.0]]))
+    gap = difference_over_prompts(np.array([[2.0], [NAN]]), np.array([[1.5], [1.0]]))
     assert gap.mean == 0.5 and math.isnan(gap.low) and math.isnan(gap.high)
 
 
-def test_differences_are_between_pictures_of_one_seed():
+def test_differences_are_between_images_of_one_seed():
     scores = np.array([[1.0, 9.0], [4.0, 6.0], [5.0, NAN]])
     reference = np.array([[0.5, NAN], [3.0, 3.0], [NAN, 1.0]])
-    gap = difference_of(scores, reference)
-    # 0.5 (the second picture has no partner), (1 + 3) / 2; the third prompt has no pair
+    gap = difference_over_prompts(scores, reference)
+    # 0.5 (the second image has no partner), (1 + 3) / 2; the third prompt has no pair
     assert gap.mean == pytest.approx(1.25) and (gap.prompts, gap.invalid) == (2, 3)
     assert gap.standard_error == pytest.approx(0.75)
     # Of two values each resample's mean is 0.5, 1.25 or 2, with probability 1/4, 1/2, 1/4.
@@ -43,8 +43,8 @@ def test_differences_are_between_pictures_of_one_seed():
 def test_a_pairing_takes_out_what_prompts_do():
     prompts = 100 * np.random.default_rng(1).normal(size=(50, 1))
     noise = np.random.default_rng(2).normal(size=(50, 1))
-    gap = difference_of(prompts + 1 + noise, prompts)
-    assert mean_of(prompts).standard_error > 5 and gap.high - gap.low < 1
+    gap = difference_over_prompts(prompts + 1 + noise, prompts)
+    assert mean_over_prompts(prompts).standard_error > 5 and gap.high - gap.low < 1
 
 
 def test_the_interval_is_the_middle_of_the_resampled_means():
@@ -59,10 +59,10 @@ def test_the_interval_is_the_middle_of_the_resampled_means():
     assert low < narrow[0] < narrow[1] < high
 
 
-def test_intervals_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
+def test_intervals_do_not_depend_on_how_many_are_resampled_at_once(monkeypatch):
     values = np.random.default_rng(0).normal(size=7)
     whole = interval(values, resamples=1000)
-    monkeypatch.setattr("g2rpo.evaluation.stats._DRAWN_AT_ONCE", 7 * 64)
+    monkeypatch.setattr("g2rpo.evaluation.stats._RESAMPLED_AT_ONCE", 7 * 64)
     assert interval(values, resamples=1000) == whole
 
 

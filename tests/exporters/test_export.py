@@ -1,6 +1,7 @@
 """Exports load in stock diffusers and give the same velocity; saved models open by their path."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -12,10 +13,11 @@ from support.trained_runs import PROMPTS, make_run, velocity
 
 from g2rpo.config.load import Settings
 from g2rpo.exporters.card import base_licence, model_card
-from g2rpo.exporters.export import DTYPES, Kind, export_run
+from g2rpo.exporters.export import DTYPES, Kind, export_policy, export_run
 from g2rpo.inference.open import open_policy
-from g2rpo.models.flux.export import merged_state
+from g2rpo.models.flux.export import WRITERS, merged_state
 from g2rpo.models.flux.layout import is_original, to_diffusers
+from g2rpo.models.registry import policy_of
 
 CARD = "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial-license\n---\nText"
 
@@ -146,7 +148,7 @@ def test_model_card(base, tmp_path):
 def test_what_a_user_can_get_wrong(base, tmp_path):
     run, _ = make_run(tmp_path / "run", base, lora_rank=0)
     for kind in ("lora", "comfyui"):
-        with pytest.raises(ValueError, match="no LoRA; take the layout diffusers or single_file"):
+        with pytest.raises(ValueError, match="no LoRA; use the layout diffusers or single_file"):
             export_run(run, kind=kind)
     with pytest.raises(ValueError, match="kind='onnx': choose one of auto, diffusers, lora, single_file"):
         export_run(run, kind="onnx")
@@ -155,14 +157,40 @@ def test_what_a_user_can_get_wrong(base, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is no export of g2rpo"):
+    with pytest.raises(ValueError, match="is not an export by g2rpo"):
         export_run(run, precious)
     assert (precious / "thesis.txt").read_text() == "mine"
     with pytest.raises(ValueError, match="neither a run folder"):
         export_run(tmp_path)
     (run / "latest").unlink()
+    shutil.rmtree(run / "checkpoints")  # without `latest` alone, the newest complete one is used
     with pytest.raises(ValueError, match="no checkpoint yet"):
         export_run(run)
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "single_file"])
+def test_a_refused_export_leaves_nothing_behind(tmp_path, kind):
+    settings = Settings(model="random:tiny", out=str(tmp_path / "run"), device="cpu")
+    policy, out = policy_of(settings), tmp_path / "exported"
+    with pytest.raises(ValueError, match="random"):
+        export_policy(policy, out, settings=settings, metrics=[], iteration=1, kind=kind)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_export_leaves_the_earlier_one(base, tmp_path, monkeypatch):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=0)
+    out = export_run(run)
+    kept = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def fails(policy, folder, dtype):
+        (folder / "half").write_text("")
+        raise OSError("no space left on device")
+
+    monkeypatch.setitem(WRITERS, "diffusers", fails)
+    with pytest.raises(OSError, match="no space"):
+        export_run(run)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
+    assert not list(run.glob("*.tmp"))
 
 
 def test_exporting_again_replaces_the_export(base, tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures: exact pixels, captions that stay inside, files that know their prompt."""
+"""Images: exact pixels, captions that stay inside, files that know their prompt."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,13 @@ import torch
 from PIL import Image, ImageFont
 
 from g2rpo.inference.images import (
-    _wrapped,
     comparison,
     from_pil,
     grid,
     read_png_text,
-    save_curves,
     save_png,
     to_pil,
+    wrapped,
 )
 
 LONG = "a very long prompt about two red circles above a blue star on a yellow background, " * 20
@@ -55,7 +54,7 @@ def test_grid_shows_each_image_unchanged():
 @pytest.mark.parametrize("text", [LONG, "x" * 500, "", "short", "日本語" * 60])
 def test_captions_fit(text):
     font = ImageFont.load_default(13)
-    lines = _wrapped(text, font, 192).split("\n")
+    lines = wrapped(text, font, 192).split("\n")
     assert len(lines) <= 3 and all(font.getlength(line) <= 192 for line in lines)
     shown = "".join(lines).replace(" ", "")
     assert (shown.endswith("…") and text.replace(" ", "").startswith(shown[:-1])) or shown == text.replace(
@@ -77,18 +76,3 @@ def test_grid_errors():
         grid(torch.zeros(2, 3, 8, 8), ["one"], 1)
     with pytest.raises(ValueError, match="1 titles for 2 columns"):
         grid(torch.zeros(2, 3, 8, 8), ["a", "b"], 2, titles=["x"])
-
-
-def test_curves_are_drawn(tmp_path):
-    curves = {
-        "reward": {"run a": ([1, 2, 3], [0.1, 0.2, 0.3]), "run b": ([1, 2, 3], [0.3, float("nan"), 0.1])},
-        "loss": {"run a": ([1, 2, 3], [1, 0, 1])},
-    }
-    save_curves(curves, tmp_path / "curves.png")
-    with Image.open(tmp_path / "curves.png") as image:
-        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
-    assert (31, 119, 180) in colours and (255, 127, 14) in colours  # the first two line colours
-    save_curves(curves, tmp_path / "curves.svg")
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
-    with pytest.raises(ValueError, match="no curves"):
-        save_curves({}, tmp_path / "none.png")

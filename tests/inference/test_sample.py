@@ -10,15 +10,17 @@ import torch
 from PIL import Image
 from support.random_flux import save_random_flux
 
+from g2rpo.data.prompts import as_prompts
 from g2rpo.inference.images import read_png_text, to_pil
 from g2rpo.inference.sample import (
     SampleRequest,
     Segment,
-    draw,
     image_seeds,
     pipeline_shift,
     sample_images,
     sample_segments,
+    sample_to_folder,
+    share_of_first,
     start_noise,
     write_comparison,
     write_samples,
@@ -98,12 +100,12 @@ def test_a_policy_that_takes_over_from_itself_changes_nothing(policy):
 
 def test_segments_must_fit(policy):
     other = Linear()
-    with pytest.raises(ValueError, match=r"latents of \(4, 12\).*cannot go on from \(16, 16\)"):
+    with pytest.raises(ValueError, match=r"latents of \(4, 12\).*cannot continue from latents of \(16, 16\)"):
         sample_segments([Segment(lambda: policy, 1), Segment(lambda: other, 1)], ["a"], seeds=[1])
     with pytest.raises(ValueError, match="at least one step, got \\[2, 0\\]"):
         sample_segments([Segment(lambda: policy, 2), Segment(lambda: other, 0)], ["a"], seeds=[1])
     with pytest.raises(ValueError, match="segments of 3 steps together for num_steps=4"):
-        SampleRequest(("a",), num_steps=4).images_by([Segment(lambda: policy, 3)])
+        SampleRequest(tuple(as_prompts(["a"])), steps=(4,)).images_by([Segment(lambda: policy, 3)])
 
 
 def with_scheduler(folder: Path, place: Path, **config) -> Path:
@@ -166,14 +168,19 @@ def test_drawing_with_two_models(folder, policy, tmp_path):
     # The base is another model, in another noise schedule; both shifts must come from the first one.
     model = with_scheduler(folder, tmp_path / "tuned", use_dynamic_shifting=True, base_shift=1.0)
     base = str(save_random_flux(tmp_path / "base", seed=9))
-    request = SampleRequest(("a red circle",), num_images=2, num_steps=4, seed=11)
-    told: list[str] = []
-    shared = {
-        "pipeline": True,
-        "open_with": {"device": "cpu", "guidance": 2.0, "resolution": None},
-        "say": told.append,
-    }
-    draw(str(model), request, tmp_path / "out", first_steps=3, then=base, compare=base, **shared)
+    request = SampleRequest(
+        tuple(as_prompts(["a red circle"])),
+        steps=(4,),
+        num_images=2,
+        seed=11,
+        shift=None,
+        conditions={"guidance": 2.0, "resolution": None},
+        device="cpu",
+        then=base,
+        first_share=share_of_first(3, base, 4),
+    )
+    lines: list[str] = []
+    sample_to_folder(str(model), request, tmp_path / "out", compare=base, say=lines.append)
     prompt, info = read_png_text(tmp_path / "out" / "0001.png")
     shift = pipeline_shift(model, 16)
     assert prompt == "a red circle" and (info["seed"], info["num_steps"]) == (12, 4)
@@ -183,7 +190,7 @@ def test_drawing_with_two_models(folder, policy, tmp_path):
     assert other["model"] == base and "then" not in other and other["shift"] == info["shift"]
     for name in ("grid.png", "comparison.png", "compare/grid.png"):
         assert (tmp_path / "out" / name).is_file()
-    assert "comparison.png" in told[-1]
+    assert "comparison.png" in lines[-1]
 
     first, last = FluxPolicy.load(model, guidance=2.0), FluxPolicy.load(base, guidance=2.0)
     segments = [Segment(lambda: first, 3), Segment(lambda: last, 1)]
@@ -201,9 +208,19 @@ def test_drawing_with_two_models(folder, policy, tmp_path):
         ({"first_steps": 0, "then": "tiny"}, "give 1 to 3"),
     ],
 )
-def test_who_takes_over_when_must_be_said(tmp_path, options, said):
-    with pytest.raises(ValueError, match=said):  # before any model is looked for
-        draw("no/such", SampleRequest(("a",), num_steps=4), tmp_path, **options)
+def test_who_takes_over_when_must_be_said(options, said):
+    with pytest.raises(ValueError, match=said):
+        share_of_first(**{"first_steps": None, "then": None, "num_steps": 4} | options)
+
+
+def test_a_share_of_the_steps_gives_the_steps_back():
+    for num_steps in range(2, 101):
+        for first_steps in range(1, num_steps):
+            share = share_of_first(first_steps, "tiny", num_steps)
+            assert (
+                SampleRequest(tuple(as_prompts(["a"])), first_share=share).first_steps(num_steps)
+                == first_steps
+            )
 
 
 def test_an_image_depends_on_its_own_seed_and_prompt(policy):
@@ -236,12 +253,14 @@ def test_counts_must_fit(policy):
         sample_images(policy, ["a", "b"], num_steps=2, seeds=[1])
     with pytest.raises(ValueError, match="1 rows of conditioning for 2 prompts"):
         sample_images(policy, ["a", "b"], num_steps=2, seeds=[1, 2], cond=policy.encode(["a"]))
-    with pytest.raises(ValueError, match="need prompts"):
+    with pytest.raises(ValueError, match="no prompts"):
         SampleRequest(())
 
 
 def test_files(policy, tmp_path):
-    request = SampleRequest(("a red circle", "two blue stars"), num_images=2, num_steps=2, seed=7)
+    request = SampleRequest(
+        tuple(as_prompts(["a red circle", "two blue stars"])), steps=(2,), num_images=2, seed=7
+    )
     assert request.texts == ["a red circle"] * 2 + ["two blue stars"] * 2 and request.seeds == [7, 8, 9, 10]
     images = request.images(policy)
     paths = write_samples(tmp_path, images, request, {"model": "random"})

@@ -158,7 +158,7 @@ def test_an_export_of_adapters_opens_on_the_same_weights(base, files, tmp_path, 
     assert "original.safetensors may have terms of its own" in card
     reopened = open_policy(out, base=str(base), device="cpu")  # an explicit base is used without changes
     if kind in ("lora", "comfyui"):
-        assert f"the weights of {files['original']}; this puts them there" in card
+        assert f"the weights of {files['original']}; this command applies them" in card
         assert (velocity(reopened) - expected).abs().max() > 0.05
 
 

@@ -10,10 +10,11 @@ from support.processes import run_command
 from support.random_flux import save_random_flux
 from support.trained_runs import make_run
 
+from g2rpo.data.prompts import as_prompts
 from g2rpo.exporters.export import export_run
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
-from g2rpo.inference.sample import SampleRequest, draw
+from g2rpo.inference.sample import SampleRequest, sample_to_folder
 from g2rpo.models.registry import load_policy
 
 
@@ -58,10 +59,12 @@ def test_a_run_whose_weights_broke(base, tmp_path):
 def test_the_second_model_is_checked_before_the_first_draws(base, tmp_path, role):
     names, lora = Names("transformer."), tmp_path / "lora.safetensors"
     save_file(names.sound | {names.a: with_value((2, 32), NAN)}, lora)
-    request = SampleRequest(("a red circle",), num_steps=2)
-    options = {"compare": str(lora)} if role == "compare" else {"then": str(lora), "first_steps": 1}
+    prompts, then = tuple(as_prompts(["a red circle"])), str(lora) if role == "then" else None
+    request = SampleRequest(prompts, steps=(2,), base=str(base), device="cpu", then=then)
     with pytest.raises(ValueError, match="1 NaN"):
-        draw(str(base), request, tmp_path / "out", open_with={"base": str(base), "device": "cpu"}, **options)
+        sample_to_folder(
+            str(base), request, tmp_path / "out", compare=str(lora) if role == "compare" else None
+        )
     assert not (tmp_path / "out").exists()
 
 

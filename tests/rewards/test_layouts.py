@@ -126,7 +126,7 @@ def test_pickled_code_is_refused(tmp_path, reward, capsys):
     torch.save({**tensors(MODELS[reward]), "more": Evil()}, file)
     with pytest.raises(ValueError, match=r"contains more than tensors.*nothing in it was executed"):
         load_reward(reward, CPU, {"path": str(file), **loading(reward)})
-    assert "more than tensors" in verify(file)[0].found
+    assert "more than tensors" in verify(file)[0].detail
     assert "never" not in capsys.readouterr().out
 
 
@@ -151,7 +151,7 @@ def test_files_that_do_not_do(tmp_path):
     refused("contains no mapping of names to tensors", path=str(cut))
     torch.save({1: torch.zeros(1)}, cut)
     refused("contains no mapping of names to tensors", path=str(cut))
-    assert "no mapping of names" in verify(cut)[0].found
+    assert "no mapping of names" in verify(cut)[0].detail
     refused("the hps reward: path=5 must be a folder", path=5)
     torch.save({"epoch": 3, "weights": {}}, cut)
     refused("contains no mapping of names to tensors", path=str(cut))
@@ -178,7 +178,7 @@ def test_files_that_do_not_do(tmp_path):
     loose = publish("pickscore", tmp_path / "loose")
     (loose / "config.json").write_text(json.dumps({"model_type": "clip", "vision_config": 5}))
     refused("is inconsistent: .*'vision_config' with value 5", "pickscore", path=str(loose))
-    assert "'vision_config' with value 5" in verify(loose)[0].found
+    assert "'vision_config' with value 5" in verify(loose)[0].detail
     (loose / "config.json").write_text(json.dumps({"model_type": "siglip"}))
     refused("has model_type .siglip.", "pickscore", path=str(loose))
     (loose / "config.json").unlink()
@@ -208,19 +208,19 @@ def test_published_files_of_full_size_pass(tmp_path):
         "openclip_vit_h_14", tmp_path, "HPS_v2.1_compressed.pt", lambda state: {"state_dict": state}
     )
     (row,) = verify(hps)
-    assert row.status == "ok" and row.found == (
+    assert row.status == "ok" and row.detail == (
         "a CLIP for 224 pixels in OpenCLIP's layout: 686 tensors, 986,109,441 numbers, F16"
     )
     (row,) = verify(write_without_storage("imagereward", tmp_path, "ImageReward.pt"))
     # 625 keys less the two heads of BLIP's training, with a weight and a bias each, and position_ids.
-    assert row.status == "ok" and row.found.startswith("ImageReward: 620 tensors, 446,")
+    assert row.status == "ok" and row.detail.startswith("ImageReward: 620 tensors, 446,")
 
 
 @pytest.mark.parametrize("reward", ["hps", "clip", "pickscore"])
 def test_folders_pass_and_what_is_wrong_is_told(tmp_path, reward):
     folder = publish(reward, tmp_path)
     (row,) = verify(folder)
-    assert row.status == "ok" and "a CLIP for 56 pixels" in row.found
+    assert row.status == "ok" and "a CLIP for 56 pixels" in row.detail
     (file,) = [path for path in folder.iterdir() if path.suffix in (".pt", ".bin", ".safetensors")]
     state = dict(tensors(MODELS[reward]))
     key, gone = sorted(key for key in state if "layers.1." in key or "resblocks.1." in key)[:2]
@@ -229,14 +229,14 @@ def test_folders_pass_and_what_is_wrong_is_told(tmp_path, reward):
     save_file(state, file) if file.suffix == ".safetensors" else torch.save(state, file)
     rows = verify(folder)
     assert [row.status for row in rows] == ["missing"] * 3 and all(row.advice for row in rows)
-    text = " ".join(row.found for row in rows)
+    text = " ".join(row.detail for row in rows)
     assert f"1 missing keys: {gone}" in text and "unknown keys: surplus" in text and f"{key} (2, 2)" in text
 
 
 def test_a_bare_safetensors_file_of_a_reward_is_known(tmp_path):
     save_file(tensors("tiny_openclip_gelu"), tmp_path / "x.safetensors")
     (row,) = verify(tmp_path / "x.safetensors")
-    assert row.status == "missing" and "open_clip_config.json" in row.found
+    assert row.status == "missing" and "open_clip_config.json" in row.detail
     save_file(tensors("tiny_imagereward"), tmp_path / "y.safetensors")
     (row,) = verify(tmp_path / "y.safetensors")
-    assert row.status == "missing" and "the published network 1024 and 768" in row.found
+    assert row.status == "missing" and "the published network 1024 and 768" in row.detail

@@ -173,7 +173,7 @@ def test_evaluate_keeps_what_it_has(folder):
     ]
     ended = run_command(*command, cwd=folder)
     said = " ".join(ended.stderr.split())
-    assert ended.returncode == 2 and "What is drawn and scored is kept in out" in said, said
+    assert ended.returncode == 2 and "Finished images and scores are kept in out" in said, said
     assert len((folder / "out" / "scores.csv").read_text().splitlines()) == 2
     (folder / "after").unlink()
     ended = run_command(*command, cwd=folder)

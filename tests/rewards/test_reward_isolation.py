@@ -6,7 +6,7 @@ from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from support.reward_files import loading, publish
 
 from g2rpo.algorithms.presets import PRESETS
-from g2rpo.evaluation.monitor import PictureSet, Watcher
+from g2rpo.evaluation.monitor import Evaluator, ImageSet
 from g2rpo.rewards import preprocess
 from g2rpo.rewards.model_reward import ModelReward, scoring
 from g2rpo.rewards.registry import CheckedReward, load_reward
@@ -223,9 +223,9 @@ def test_an_evaluation_is_as_without_the_reward_that_writes():
         return tuple({"include": [name], "place": {"x": 1}} for name in PROMPTS)
 
     def scores(**rewards):
-        return Watcher(GaussianPolicy(), rewards, None, 1, 1.0, 2).scores(pictures, drawn)["brightness"]
+        return Evaluator(GaussianPolicy(), rewards, None, 1, 1.0, 2).scores(pictures, drawn)["brightness"]
 
-    pictures, drawn = PictureSet("own", tuple(PROMPTS), (1, 2), known()), images()
+    pictures, drawn = ImageSet("own", tuple(PROMPTS), (1, 2), known()), images()
     alone = scores(brightness=brightness)
     assert torch.equal(scores(writer=in_place, other=prompts_and_metadata, brightness=brightness), alone)
     assert torch.equal(drawn, images()) and pictures.metadata == known()

@@ -5,8 +5,8 @@ from g2rpo.setup.doctor import report
 
 def test_what_this_machine_has(tmp_path):
     rows = {row.name: row for row in report(tmp_path / "runs")}
-    assert rows["python"].status == "ok" and rows["torch"].found == torch.__version__
-    assert rows[f"disk for {tmp_path / 'runs'}"].found.endswith("GB free")
+    assert rows["python"].status == "ok" and rows["torch"].detail == torch.__version__
+    assert rows[f"disk for {tmp_path / 'runs'}"].detail.endswith("GB free")
     assert ("gpu 0" in rows) == torch.cuda.is_available()
     assert not (tmp_path / "runs").exists()  # looking makes nothing
 

@@ -109,7 +109,7 @@ def test_what_will_be_fetched_is_said_first(hub, model):
     assert flux.licence == "flux-1-dev-non-commercial-license" and flux.access == "gated, granted"
     assert (hps.num_files, hps.missing_bytes, hps.licence, hps.access) == (1, HPS_BYTES, "apache-2.0", "open")
     assert "1.97 GB to fetch" in str(hps) and "reward hps" in str(hps)
-    assert (words.place, words.num_files, words.size_bytes) == (WORDS, 3, 3000)
+    assert (words.origin, words.num_files, words.size_bytes) == (WORDS, 3, 3000)
     assert "your own code" in str(own) and "ships with g2rpo" in str(tiny)
     assert not hub.downloads
 
@@ -117,13 +117,13 @@ def test_what_will_be_fetched_is_said_first(hub, model):
 def test_a_reward_of_ones_own_is_looked_for_where_it_is(hub, tmp_path):
     (weights := tmp_path / "mine.pt").write_bytes(b"weights")
     own = needs("tiny", ["hps"], {"hps": {"path": str(weights)}})[1:]
-    assert "mine.pt: here" in str(own[0]) and own[0].source is None and own[1].place == WORDS
+    assert "mine.pt: here" in str(own[0]) and own[0].source is None and own[1].origin == WORDS
     for name in WORD_FILES:
         (tmp_path / name).write_text("{}")
     beside = needs("tiny", ["hps"], {"hps": {"path": str(weights)}})[1:]
-    assert [need.source for need in beside] == [None, None] and str(tmp_path) in beside[1].place
+    assert [need.source for need in beside] == [None, None] and str(tmp_path) in beside[1].origin
     named = needs("tiny", ["hps"], {"hps": {"path": HPS, "tokenizer": str(tmp_path)}})[1:]
-    assert named[0].place == HPS and named[1].source is None
+    assert named[0].origin == HPS and named[1].source is None
     with pytest.raises(ValueError, match="no repository 'no/such'"):
         needs("tiny", ["hps"], {"hps": {"path": "no/such"}})
 
@@ -171,7 +171,7 @@ def test_a_repository_without_a_part(hub):
     with pytest.raises(ValueError, match=r"xswu/HPSv2 on the hub holds no HPS_v2.1_compressed.pt"):
         needs("tiny", ["hps"])
     hub.drop = {"model_index.json"}
-    with pytest.raises(ValueError, match=r"no model_index.json.*no FluxPipeline"):
+    with pytest.raises(ValueError, match=r"no model_index.json.*not a FluxPipeline"):
         needs(FLUX, [])
 
 
@@ -244,7 +244,7 @@ def command(place: Path, *words: str, **environment: str) -> subprocess.Complete
 )
 def test_no_network(tmp_path, environment, said):
     done = command(tmp_path, f"model={FLUX}", **environment)
-    assert done.returncode == 2 and done.stderr.startswith("error: the hub could not be asked about")
+    assert done.returncode == 2 and done.stderr.startswith("error: the hub could not be reached for")
     assert said in done.stderr and "Check the network" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -75,7 +75,7 @@ def test_a_sound_model_passes(sound):
         "vae",
     ]
     count = len(transformer_state(sound))
-    assert f"{count} tensors" in rows[-2].found and "F32" in rows[-2].found
+    assert f"{count} tensors" in rows[-2].detail and "F32" in rows[-2].detail
 
 
 def test_the_embedded_model_passes():
@@ -98,7 +98,7 @@ def test_t5_may_name_its_embedding_either_way(model):
         save_file(state | {key: embedding}, path)
         assert not problems(verify(model))
     save_file(state, path)
-    assert "1 missing keys: shared.weight" in only_problem(verify(model)).found
+    assert "1 missing keys: shared.weight" in only_problem(verify(model)).detail
 
 
 def test_keys_and_shapes_are_named(model):
@@ -111,10 +111,12 @@ def test_keys_and_shapes_are_named(model):
     save_file(changed, path)
     rows = problems(verify(model))
     assert [row.name for row in rows] == ["transformer"] * 4 and {row.status for row in rows} == {"missing"}
-    assert rows[0].found == f"4 missing keys: {', '.join(gone[:3])}, …" and "fetch it again" in rows[0].advice
-    assert rows[1].found == "1 unknown keys: extra.weight"
-    assert rows[2].found == "1 shapes that do not fit: x_embedder.weight (32, 9), not (32, 16)"
-    assert "proj_out.bias is I8" in rows[3].found and "quantised" in rows[3].advice
+    assert (
+        rows[0].detail == f"4 missing keys: {', '.join(gone[:3])}, …" and "fetch it again" in rows[0].advice
+    )
+    assert rows[1].detail == "1 unknown keys: extra.weight"
+    assert rows[2].detail == "1 shapes that do not fit: x_embedder.weight (32, 9), not (32, 16)"
+    assert "proj_out.bias is I8" in rows[3].detail and "quantised" in rows[3].advice
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
@@ -124,7 +126,7 @@ def test_every_network_is_compared(model, part):
     key = sorted(state)[3]
     save_file({**state, key: torch.zeros(5, 5, 5)}, path)
     row = only_problem(verify(model))
-    assert row.name == part and f"{key} (5, 5, 5)" in row.found
+    assert row.name == part and f"{key} (5, 5, 5)" in row.detail
 
 
 @pytest.mark.parametrize("size", [4, 100, -3])
@@ -132,14 +134,14 @@ def test_a_truncated_file_is_damaged(model, size):
     path = model / "vae" / WEIGHTS
     path.write_bytes(path.read_bytes()[:size])
     row = only_problem(verify(model))
-    assert row.name == "vae" and f"1 damaged files: {path} is damaged" in row.found
+    assert row.name == "vae" and f"1 damaged files: {path} is damaged" in row.detail
     assert row.advice == "fetch it again"
 
 
 def test_a_pointer_is_no_file(model):
     path = model / "vae" / WEIGHTS
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
-    assert "git lfs pull" in only_problem(verify(model)).found
+    assert "git lfs pull" in only_problem(verify(model)).detail
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_pointer_is_no_file(model):
 def test_a_missing_file_is_named(model, file, part):
     (model / file).unlink()
     row = only_problem(verify(model))
-    assert row.name == part and Path(file).name in row.found and row.advice == "fetch it again"
+    assert row.name == part and Path(file).name in row.detail and row.advice == "fetch it again"
 
 
 def test_older_tokenizer_files_pass(model):
@@ -189,34 +191,34 @@ def into_shards(folder: Path, shards: int = 3) -> tuple[Path, dict[str, str]]:
 def test_sharded_files(model):
     index, weight_map = into_shards(model / "transformer")
     rows = verify(model)
-    assert not problems(rows) and f"{len(weight_map)} tensors" in rows[-2].found
+    assert not problems(rows) and f"{len(weight_map)} tensors" in rows[-2].detail
 
     first, second, third = sorted(set(weight_map.values()))
     key = next(key for key, name in weight_map.items() if name == first)
     index.write_text(json.dumps({"weight_map": weight_map | {key: second}}))
-    assert f"index.json says: {key}" in only_problem(verify(model)).found
+    assert f"index.json says: {key}" in only_problem(verify(model)).detail
     index.write_text(json.dumps({"weight_map": weight_map}))
 
     whole = (index.parent / third).read_bytes()
     (index.parent / third).write_bytes(whole[:-1])
-    assert third in only_problem(verify(model)).found
+    assert third in only_problem(verify(model)).detail
     (index.parent / third).unlink()
-    assert only_problem(verify(model)).found == f"1 missing files: {third}"
+    assert only_problem(verify(model)).detail == f"1 missing files: {third}"
     index.write_text("{")
-    assert "not valid JSON" in only_problem(verify(model)).found
+    assert "not valid JSON" in only_problem(verify(model)).detail
 
 
 def test_other_models_are_named(model, tmp_path):
     index = model / "model_index.json"
     index.write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    assert "StableDiffusionPipeline" in only_problem(verify(model)).found
+    assert "StableDiffusionPipeline" in only_problem(verify(model)).detail
     index.unlink()
-    assert only_problem(verify(model)).found == "neither a model's folder nor a weight file"
-    assert only_problem(verify(tmp_path / "nowhere")).found == "not there"
+    assert only_problem(verify(model)).detail == "neither a model's folder nor a weight file"
+    assert only_problem(verify(tmp_path / "nowhere")).detail == "not there"
     config = model / "transformer" / "config.json"
     assert not problems(verify(model / "transformer"))
     config.write_text(json.dumps({"_class_name": "SD3Transformer2DModel"}))
-    assert "SD3Transformer2DModel" in only_problem(verify(model / "transformer")).found
+    assert "SD3Transformer2DModel" in only_problem(verify(model / "transformer")).detail
 
 
 # ---- single files
@@ -233,11 +235,11 @@ def test_flux_1_dev_is_known_without_a_base(tmp_path, original):
     (row,) = verify(path)
     assert (
         row.status == "ok"
-        and row.found == f"{780 if original else 1160} tensors, 11,901,408,320 numbers, BF16"
+        and row.detail == f"{780 if original else 1160} tensors, 11,901,408,320 numbers, BF16"
     )
     write_sparse(path, {key: shape for key, shape in shapes.items() if "guidance" not in key})
     row = only_problem(verify(path))
-    assert "4 missing keys" in row.found and "--base" in row.advice
+    assert "4 missing keys" in row.detail and "--base" in row.advice
 
 
 def test_a_base_says_what_fits(sound, tmp_path):
@@ -257,9 +259,11 @@ def test_a_base_says_what_fits(sound, tmp_path):
     key = "single_blocks.1.linear1.weight"
     save_file(original | {key: torch.zeros(7 * 32 + 1, 32)}, path)
     row = only_problem(verify(path, base=str(sound)))
-    assert row.found == f"1 shapes that do not fit: {key} (225, 32), not (224, 32)" and "--base" in row.advice
+    assert (
+        row.detail == f"1 shapes that do not fit: {key} (225, 32), not (224, 32)" and "--base" in row.advice
+    )
     path.write_bytes(path.read_bytes()[:-1])
-    assert "is damaged" in only_problem(verify(path)).found
+    assert "is damaged" in only_problem(verify(path)).detail
     with pytest.raises(ValueError, match="no model folder 'nowhere'"):
         save_file(original, path)
         verify(path, base="nowhere")
@@ -286,19 +290,19 @@ def test_adapters_are_compared(sound, tmp_path, comfyui):
     (row,) = verify(path, base=str(sound))
     ranks = "2 to 6" if comfyui else "2"
     layers = 4 if comfyui else 9
-    assert row.status == "ok" and row.found == f"a LoRA on {layers} layers, rank {ranks}, F32"
-    assert "shapes that do not fit" in only_problem(verify(path)).found or not comfyui
+    assert row.status == "ok" and row.detail == f"a LoRA on {layers} layers, rank {ranks}, F32"
+    assert "shapes that do not fit" in only_problem(verify(path)).detail or not comfyui
 
     key = sorted(key for key in state if "lora_A" in key or "lora_down" in key)[0]
     layer = key.rsplit(".lora_", 1)[0]
     save_file(state | {key: torch.ones(2, 31)}, path)
     row = only_problem(verify(path, base=str(sound)))
     wrong = "pairs of A and B with different ranks" if comfyui else "shapes that do not fit"
-    assert row.found.startswith(f"1 {wrong}: {layer} (A (2, 31), B ")
+    assert row.detail.startswith(f"1 {wrong}: {layer} (A (2, 31), B ")
     save_file(state | {key: torch.ones(1, 32)}, path)
-    assert f"{layer} (A (1, 32), B " in only_problem(verify(path, base=str(sound))).found
+    assert f"{layer} (A (1, 32), B " in only_problem(verify(path, base=str(sound))).detail
     save_file({name: value for name, value in state.items() if name != key}, path)
-    assert layer in only_problem(verify(path, base=str(sound))).found
+    assert layer in only_problem(verify(path, base=str(sound))).detail
     names = ("lora_A", "lora_B") if not comfyui else ("lora_down", "lora_up")
     strange = {
         f"transformer.blocks.{i}.fc.{name}.weight": torch.ones(2, 2) for i in range(5) for name in names
@@ -306,14 +310,14 @@ def test_adapters_are_compared(sound, tmp_path, comfyui):
     save_file(state | strange, path)
     row = only_problem(verify(path, base=str(sound)))
     assert (
-        f"10 of {len(state) + 10} keys are of 5 unknown layers, {len(state)} keys are of known" in row.found
+        f"10 of {len(state) + 10} keys are of 5 unknown layers, {len(state)} keys are of known" in row.detail
     )
-    assert "transformer.blocks.0.fc, " in row.found and row.found.endswith(" and 2 more")
+    assert "transformer.blocks.0.fc, " in row.detail and row.detail.endswith(" and 2 more")
 
 
 def test_the_shipped_adapters_pass():
     (row,) = verify(tiny_folder("tiny@g2rpo")[1], base="tiny")
-    assert row.status == "ok" and row.found.startswith("a LoRA on 62 layers")
+    assert row.status == "ok" and row.detail.startswith("a LoRA on 62 layers")
 
 
 def test_no_tensor_is_read(tmp_path):

@@ -212,4 +212,4 @@ def doctors_refusal(path: Path, base: Path) -> str:
     """Rows of `g2rpo doctor --verify` for an unusable file, one per line."""
     rows = verify(path, base=str(base))
     assert {row.status for row in rows} == {"missing"} and {row.name for row in rows} == {path.name}
-    return "\n".join(f"{row.found}; {row.advice}" for row in rows)
+    return "\n".join(f"{row.detail}; {row.advice}" for row in rows)

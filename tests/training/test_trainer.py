@@ -14,7 +14,7 @@ from support.small_runs import SMALL, quiet, timeless, wait_for
 import g2rpo
 from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.load import load_settings
-from g2rpo.evaluation.monitor import Watcher
+from g2rpo.evaluation.monitor import Evaluator
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import RunStopped
@@ -221,14 +221,14 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
 def test_an_interrupted_evaluation_is_made_up_for(run, monkeypatch):
     evaluation = {"eval_every": 1, "eval_prompts": "world:heldout", "num_eval_prompts": 2, "sample_every": 1}
     uninterrupted = run("whole", iterations=2, **evaluation)
-    evaluate = Watcher.evaluate
+    evaluate = Evaluator.evaluate
 
     def interrupted(self, pictures, out, step):
         if step == at:
             raise KeyboardInterrupt
         return evaluate(self, pictures, out, step)
 
-    monkeypatch.setattr(Watcher, "evaluate", interrupted)
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
     for at in (0, 1, 2, None):
         done = run("parts", iterations=2, **evaluation)
         assert done.interrupted == (at is not None)

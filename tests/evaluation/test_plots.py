@@ -1,0 +1,21 @@
+"""Curves as figures: colours of the lines, file types, nothing to plot."""
+
+import pytest
+from PIL import Image
+
+from g2rpo.evaluation.plots import save_curves
+
+
+def test_curves_are_drawn(tmp_path):
+    curves = {
+        "reward": {"run a": ([1, 2, 3], [0.1, 0.2, 0.3]), "run b": ([1, 2, 3], [0.3, float("nan"), 0.1])},
+        "loss": {"run a": ([1, 2, 3], [1, 0, 1])},
+    }
+    save_curves(curves, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
+    assert (31, 119, 180) in colours and (255, 127, 14) in colours  # the first two line colours
+    save_curves(curves, tmp_path / "curves.svg")
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
+    with pytest.raises(ValueError, match="no curves"):
+        save_curves({}, tmp_path / "none.png")
