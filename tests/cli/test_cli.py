@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from support.processes import run_command
 
-from g2rpo.cli.console import positive_number, recipe_and_overrides, show
+from g2rpo.cli.console import positive_number, print_table, recipe_and_overrides
 from g2rpo.inference.images import from_pil, read_png_text
 from g2rpo.rewards.registry import REWARDS
 from g2rpo.run.metrics import read_metrics
@@ -108,7 +108,7 @@ def test_a_narrow_table_keeps_every_word(capsys, monkeypatch):
         "give one of those that are published",
     )
     heads = ("", "status", "found", "advice")
-    show(heads, [("a rather long name", "missing", found, advice)], fold=("found",))
+    print_table(heads, [("a rather long name", "missing", found, advice)], fold=("found",))
     words = capsys.readouterr().out.split()
     assert {"missing", *found.split(), *advice.split()} <= set(words)
 

@@ -31,6 +31,7 @@ PAPER = {
     "compile_blocks": True,
     "sample_every": 0,
 }
+LORA = {**PAPER, "lora_rank": 64, "update_batch": 2}
 
 
 def test_the_headline():
