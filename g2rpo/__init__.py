@@ -5,7 +5,7 @@
     run = g2rpo.train("tiny", iterations=20, out="runs/first")
     print(g2rpo.evaluate(["tiny", run.out], "world:heldout", ["verifier"], limit=64).means)
 
-Importing the package loads none of its subpackages; torch and diffusers are imported when they are first needed.
+Importing the package loads none of its subpackages; torch and diffusers are imported when first needed.
 """
 
 from collections.abc import Sequence
@@ -116,6 +116,6 @@ def evaluate(
 
     prompt_list = read_prompts(prompts)[0] if isinstance(prompts, str) else as_prompts(prompts)
     asked = {"guidance": guidance, "resolution": resolution, "precision": precision}
-    wanted = Drawing(tuple(prompt_list[:limit]), tuple(steps), asked=asked, **drawing)
+    request = Drawing(tuple(prompt_list[:limit]), tuple(steps), asked=asked, **drawing)
     names = [str(model) for model in models]
-    return evaluate_models(names, wanted, list(rewards), options=options, labels=labels, out=out)
+    return evaluate_models(names, request, list(rewards), options=options, labels=labels, out=out)
