@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from g2rpo.models.flux.latents import pack, unpack
 from g2rpo.world import networks, pretrain, training
 from g2rpo.world.captions import caption_ids
-from g2rpo.world.contrast import augment, image_features, judge_clip, text_features, train_clip
-from g2rpo.world.flow import FlowModel, distill_guidance, empty_ids, judge_flow, sample, train_flow
+from g2rpo.world.contrast import augment, evaluate_clip, image_features, text_features, train_clip
+from g2rpo.world.flow import FlowModel, distill_guidance, empty_ids, evaluate_flow, sample, train_flow
 from g2rpo.world.preference import (
     SCALE,
     balance,
-    judge_preference,
+    evaluate_preference,
     rate,
     rated_pool,
     restyle,
@@ -29,7 +29,7 @@ from g2rpo.world.preference import (
     train_preference,
 )
 from g2rpo.world.training import Average, Pool, adamw, captured, make_pool, timed_loop
-from g2rpo.world.vae import decode, encode, judge_vae, train_vae
+from g2rpo.world.vae import decode, encode, evaluate_vae, train_vae
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +129,9 @@ def test_pools_repeat_and_keep_their_part(pool, held_out):
 
 def test_the_autoencoder_learns_and_stores_its_latents_scale(pool, held_out):
     vae = small_vae()
-    before = judge_vae(vae, held_out)
+    before = evaluate_vae(vae, held_out)
     train_vae(vae, pool, seconds=60, batch=4, lr=0.1)
-    after = judge_vae(vae, held_out)
+    after = evaluate_vae(vae, held_out)
     assert after["psnr_db"] > before["psnr_db"] + 1.5
     latents = encode(vae, pool.pixels)
     assert latents.mean().item() == pytest.approx(0, abs=0.02)
@@ -163,7 +163,7 @@ def test_the_contrastive_model_learns(pool):
     assert before > 3.5  # ln 64 = 4.2: it knows nothing
     train_clip(clip, pool, seconds=60, batch=32, lr=3e-2)
     assert loss() < before - 0.8
-    wins = judge_clip(clip, pool)
+    wins = evaluate_clip(clip, pool)
     assert wins["background"] > 0.9  # the first thing that it learns
     assert all(0 <= share <= 1 for share in wins.values())
 
@@ -226,7 +226,7 @@ def test_sampling_repeats_and_guidance_of_one_is_the_conditional_model(pool, hel
     assert torch.equal(plain, sample(model, ids, num_steps=3, guidance=1.0))
     assert torch.allclose(plain, sample(model, ids, num_steps=3, guidance=1.0, cfg=True), atol=1e-5)
     assert not torch.allclose(plain, sample(model, ids, num_steps=3, guidance=1.0, seed=1), atol=0.1)
-    scores = judge_flow(model, vae, held_out.scenes[:16], num_steps=2)
+    scores = evaluate_flow(model, vae, held_out.scenes[:16], num_steps=2)
     assert scores["strict1"] == scores["strict2"] == 0  # untrained
 
 
@@ -263,7 +263,7 @@ def test_the_preference_model_learns(pool, held_out):
     before = loss()
     train_preference(clip, pool, vae, seconds=40, batch=16, lr=1e-2, num_rated=96)
     assert loss() < before - 0.02
-    assert set(judge_preference(clip, held_out)) >= {"count", "background", "sharpness", "vividness"}
+    assert set(evaluate_preference(clip, held_out)) >= {"count", "background", "sharpness", "vividness"}
 
 
 def test_the_stages_leave_folders_that_load(tmp_path, held_out):
