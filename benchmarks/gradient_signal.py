@@ -42,7 +42,7 @@ from signal_to_noise import cosine, cosine_error, error, inner, jackknife, snr, 
 from torch import Tensor
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.data.prompts import read_prompts
+from g2rpo.data.prompts import Prompt, read_prompts
 from g2rpo.flow.group_noise import group_noise, orthogonal
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.policy import FluxPolicy
@@ -245,8 +245,8 @@ def compared(grads: dict[str, Tensor], arms: dict[str, Arm], prompts: int) -> di
     return table
 
 
-def main() -> None:
-    began = time.perf_counter()
+def parse_arguments() -> tuple[argparse.Namespace, list[Prompt]]:
+    """Reads the command line, and the prompts that it asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -266,16 +266,23 @@ def main() -> None:
     given = parser.parse_args()
     if given.prompts < 2:
         parser.error(f"an error is over prompts too: --prompts must be >= 2, got {given.prompts}")
+    given.references = max(3, given.repeats // 8)
+    number = given.prompts * (given.repeats + given.references if given.fresh else 1)
+    prompts = read_prompts("world:train")[0][given.first :][:number]
+    if len(prompts) < number:
+        parser.error(f"--first {given.first} leaves {len(prompts)} prompts, {number} are needed")
+    return given, prompts
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    began = time.perf_counter()
+    given, prompts = parse_arguments()
     every, wanted = make_arms(given.reference_group), (*given.arms, PLAIN, REFERENCE)
     arms = {name: arm for name, arm in every.items() if name in wanted}
     torch.set_float32_matmul_precision("high")  # TF32: its rounding is far below the noise
     device = resolve_device(given.device)
     policy = load_policy("tiny", device=device, guidance=given.guidance)
-    references = max(3, given.repeats // 8)
-    number = given.prompts * (given.repeats + references if given.fresh else 1)
-    prompts = read_prompts("world:train")[0][given.first :][:number]
-    if len(prompts) < number:
-        parser.error(f"--first {given.first} leaves {len(prompts)} prompts, {number} are needed")
     texts = [prompt.text for prompt in prompts]
     shape, seed = policy.latent_shape, given.first
     start = torch.stack([keyed_noise(shape, seed, 0, p, "start") for p in range(len(texts))])
@@ -304,7 +311,7 @@ def main() -> None:
             n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE and not a.fine
         }
     found: dict[str, list[list[Tensor]]] = {name: [] for name in arms}
-    last = REFERENCE_FROM + references
+    last = REFERENCE_FROM + given.references
     found[REFERENCE].append(bench.gradients(arms[REFERENCE], range(REFERENCE_FROM, last)))
     print(f"{time.perf_counter() - began:.0f} s before the repeats", flush=True)
     for low in range(0, given.repeats, CHUNK):

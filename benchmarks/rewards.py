@@ -128,7 +128,8 @@ def floor(scores: Tensor, exact: Tensor, members: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -143,6 +144,12 @@ def main() -> None:
     given = parser.parse_args()
     if given.tiny:
         given.side, given.groups, given.members = 96, 2, 3
+    return given
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    given = parse_arguments()
     device = resolve_device(given.device)
     paths = dict(one.split("=", 1) for one in given.path)
     images = pictures(given.groups, given.members, given.side, device)

@@ -21,6 +21,7 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 from itertools import pairwise
@@ -199,31 +200,10 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
     sigmas = shifted_sigmas(NUM_STEPS, SHIFT)
     x = torch.randn(1, *shape, device=device)
     velocity(x, sigmas[:1].to(device))  # warm up
-    steps, granularities = given.released_steps, (1, 2, 3)
     wait(device)
     barrier()
     began = time.perf_counter()
-    nfe, images = 0, []
-    states = []
-    for step in range(NUM_STEPS):  # the anchor
-        states.append(x)
-        v = velocity(x, sigmas[step : step + 1].to(device))
-        x = x + v * (sigmas[step + 1] - sigmas[step])
-        nfe += 1
-    for _ in range(given.released_members):
-        for step in steps:
-            v = velocity(states[step], sigmas[step : step + 1].to(device))
-            mean, std = transition("flow", states[step], v, sigmas, step, ETA)
-            noisy = mean + std * torch.randn_like(mean)
-            nfe += 1
-            for stride in granularities:
-                y = noisy
-                positions = tail(NUM_STEPS, step + 1, stride, "released")
-                for position, following in pairwise(positions):
-                    v = velocity(y, sigmas[position : position + 1].to(device))
-                    y = y + v * (sigmas[following] - sigmas[position])
-                    nfe += 1
-                images.append(y)
+    nfe, images = released_rollout(velocity, x, sigmas, given)
     wait(device)
     forwards = time.perf_counter() - began
     reward = load_rewards(["colourfulness"], device)["colourfulness"]
@@ -250,6 +230,37 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
         plan.nfe(given.group_size)["total"],
     )
     return figures | {"measured_nfe": nfe, "measured_images": len(images), "scaled": every / nfe}
+
+
+def released_rollout(
+    velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, given: argparse.Namespace
+) -> tuple[int, list[Tensor]]:
+    """Explores from the noise `x` [1, L, C] without sharing any evaluation.
+
+    Returns:
+        The number of evaluations and the latents of the images, [1, L, C] each.
+    """
+    nfe, images, states = 0, [], []
+    for step in range(NUM_STEPS):  # the anchor
+        states.append(x)
+        v = velocity(x, sigmas[step : step + 1].to(x.device))
+        x = x + v * (sigmas[step + 1] - sigmas[step])
+        nfe += 1
+    for _ in range(given.released_members):
+        for step in given.released_steps:
+            v = velocity(states[step], sigmas[step : step + 1].to(x.device))
+            mean, std = transition("flow", states[step], v, sigmas, step, ETA)
+            noisy = mean + std * torch.randn_like(mean)
+            nfe += 1
+            for stride in (1, 2, 3):
+                y = noisy
+                positions = tail(NUM_STEPS, step + 1, stride, "released")
+                for position, following in pairwise(positions):
+                    v = velocity(y, sigmas[position : position + 1].to(x.device))
+                    y = y + v * (sigmas[following] - sigmas[position])
+                    nfe += 1
+                images.append(y)
+    return nfe, images
 
 
 def released_network(config: dict[str, Any], device: torch.device) -> nn.Module:
