@@ -38,7 +38,7 @@ def main() -> None:
     arms: dict[str, list[str]] = {}
     for label in models:
         arms.setdefault(re.sub(r"\.\d+$", "", label), []).append(label)
-    print("| steps | judge | base | " + " | ".join(f"{arm} ({len(of)})" for arm, of in arms.items()) + " |")
+    print("| steps | reward | base | " + " | ".join(f"{arm} ({len(of)})" for arm, of in arms.items()) + " |")
     print("| --- " * (3 + len(arms)) + "|")
     for steps, by_label in results["steps"].items():
         for reward in by_label[base]:

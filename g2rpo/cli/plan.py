@@ -52,9 +52,7 @@ def plan(
     from g2rpo.config.load import load_settings
 
     if sum((measure, seconds_per_forward is not None, gpu is not None)) > 1:
-        raise ValueError(
-            "--measure, --gpu and --seconds-per-forward all set the speed; give only one of them"
-        )
+        raise ValueError("--measure, --gpu and --seconds-per-forward all set the speed; give one of them")
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))

@@ -56,10 +56,12 @@ def test_the_table_knows_what_judging_takes():
     assert looked_up(Settings(**PAPER), shape, "H200").reward == 0
     measured = json.loads((RESULTS / "rewards_1xH200.json").read_text())["calls"][-1]["rewards"]
     assert set(measured) == {"hps", "imagereward"}
-    for name, told in measured.items():
+    for name, measurement in measured.items():
         for batch in (4, 32):
             settings = Settings(**{**PAPER, "rewards": {name: 1.0}, "decode_batch": batch})
             seconds = looked_up(settings, shape, "H200").reward
-            assert 1 / seconds == pytest.approx(told["images_per_second"][f"float16, batch {batch}"], rel=0.1)
+            assert 1 / seconds == pytest.approx(
+                measurement["images_per_second"][f"float16, batch {batch}"], rel=0.1
+            )
     both = looked_up(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
     assert 289 * both.reward < 0.03 * 1708 * both.forward  # the paper's recipe

@@ -1,4 +1,4 @@
-"""Each stage that makes the tiny models learns: some steps of small networks on a CPU lower its own loss."""
+"""Each pretraining stage learns: a few steps of small networks on a CPU lower its loss."""
 
 import copy
 import json
@@ -155,9 +155,9 @@ def test_the_contrastive_model_learns(pool):
 
     @torch.no_grad()
     def loss() -> float:
-        picture = image_features(clip, pool.images(slice(0, 64)))
+        image = image_features(clip, pool.images(slice(0, 64)))
         text = text_features(clip, caption_ids(pool.scenes[:64], seeded(2), background_share=1.0))
-        return F.cross_entropy(clip.logit_scale.exp() * picture @ text.T, torch.arange(64)).item()
+        return F.cross_entropy(clip.logit_scale.exp() * image @ text.T, torch.arange(64)).item()
 
     before = loss()
     assert before > 3.5  # ln 64 = 4.2: it knows nothing
@@ -178,7 +178,7 @@ def test_augmented_pictures_stay_pictures(pool):
 
 @pytest.fixture(scope="module")
 def latents(pool: Pool) -> Tensor:
-    """Stand-ins for latents that depend on the scene alone: its picture at 8 x 8 pixels, in 16 channels."""
+    """Substitutes for latents that depend only on the scene: its image at 8 x 8 pixels, in 16 channels."""
     small = F.adaptive_avg_pool2d(pool.images(slice(None)), 8).flatten(2).transpose(1, 2)
     mix = torch.randn(3, 16, generator=seeded(4))
     return (small - 0.5) @ mix
@@ -243,7 +243,7 @@ def test_the_rater_dislikes_flaws_and_likes_colour(pool):
     assert balance(centred).item() > 0.97 and balance(cornered).item() < 0.3
     rated = rate(pool.scenes[:64], seeded(9))
     assert rated.images.shape == (64, 4, 3, 64, 64) and rated.utility.shape == (64, 4)
-    assert rated.utility.std(1).mean().item() > 0.3  # a caption's pictures differ in what they are worth
+    assert rated.utility.std(1).mean().item() > 0.3  # the images of a caption differ in utility
 
 
 def test_the_preference_model_learns(pool, held_out):
@@ -255,9 +255,9 @@ def test_the_preference_model_learns(pool, held_out):
 
     @torch.no_grad()
     def loss() -> float:
-        picture = image_features(clip, images.flatten(0, 1).float() / 255).view(64, 4, -1)
+        image = image_features(clip, images.flatten(0, 1).float() / 255).view(64, 4, -1)
         text = text_features(clip, caption_ids(pool.scenes[:64], seeded(11)))
-        score = SCALE * (picture * text[:, None]).sum(-1)
+        score = SCALE * (image * text[:, None]).sum(-1)
         return F.binary_cross_entropy_with_logits(score[:, first] - score[:, second], wish).item()
 
     before = loss()
