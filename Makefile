@@ -1,6 +1,9 @@
-# make demo   trains the embedded model for a few minutes on a CPU and shows what changed
-# make test   the tests that need no GPU
-# make clean  removes the environment that both made
+# make demo       trains the embedded model for a few minutes on a CPU and shows what changed
+# make test       the tests that need no GPU and are not marked `long`
+# make test-long  all tests that need no GPU, those marked `long` included
+# make test-repo  the checks of documents, benchmarks and committed results (tests/repo)
+# make release    builds the distributions in dist/, checks them and tries the wheel in an empty environment
+# make clean      removes the environment that these make
 #
 # Variables:  PYTHON=python3.12   TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
@@ -11,15 +14,28 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test clean
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+.PHONY: demo test test-long test-repo release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/g2rpo train
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile
+	$(PYTEST) -m "not gpu and not long"
 
-# torch goes first and alone: asked for together with the rest, pip may choose a build with gigabytes of CUDA.
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) -m "not gpu"
+
+test-repo: $(VENV)/.installed-dev
+	$(PYTEST) -m "not gpu" tests/repo
+
+release: $(VENV)/.installed-dev
+	work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && .ci/try_wheel $(VENV) "$$work" && \
+	  rm -rf dist && cp -r "$$work/dist" dist
+	@echo "dist/ is checked; to publish it: $(BIN)/python -m twine upload dist/*"
+
+# torch is installed before the rest: together with it, pip may choose a build with gigabytes of CUDA libraries.
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "g2rpo needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12"; exit 1; }

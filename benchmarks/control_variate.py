@@ -1,13 +1,13 @@
-"""Granularity as a control variate, in training: many coarse tails, few fine ones (signal_arms.controlled).
+"""Trains with granularity as a control variate: many coarse tails, few fine ones (signal_arms.controlled).
 
     python benchmarks/control_variate.py results/compare/joint.toml lr=3e-5 eta=1.0 train_steps=5 \\
         lr_schedule=cosine iterations=48 eval_every=6 --coarse 3 --group-size 24 --fine 6 \\
         --seeds 0,1,2 --jobs 3 --out /tmp/controlled
 
-An arm of `g2rpo compare`, over --seeds: all members of a group have the coarse tail, --fine of them the fine
-one (stride 1) too. All of them walk both here, and what the method would not need is not looked at and not
-counted, so it learns what it would learn, per forward as told; its seconds are too many. A comparison with
-other arms: `g2rpo compare --run NAME=OUT/runs/controlled/SEED ...`.
+This is one arm of `g2rpo compare`, over --seeds. All members of a group have the coarse tail, and --fine of
+them also the fine one (stride 1). This script computes both tails of all members, but neither uses nor counts
+those that the method does not need, so results per forward are those of the method and results per second are
+not. To compare it with other arms, use `g2rpo compare --run NAME=OUT/runs/controlled/SEED ...`.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from g2rpo.comparison.compare import compare
 from g2rpo.rollouts.explore import Exploration
 from g2rpo.rollouts.score import Rollout
 
-FINE = "G2RPO_BENCHMARK_FINE"  # read in the processes that train
+FINE = "G2RPO_BENCHMARK_FINE"  # read by the training processes
 
 
 def advantages_of(
     rollouts: Sequence[Rollout], algorithm: Algorithm, weights: Sequence[float]
 ) -> list[Tensor]:
-    """As update.advantages_of: [K, G] of each group, of the weighted rewards' controlled advantages."""
-    told = []
+    """Replaces advantages_of by the weighted sum of controlled advantages, [K, G] per group."""
+    advantages = []
     for rollout in rollouts:
         if not (rollout.rewards.isfinite().all() and rollout.valid.all()):
             raise ValueError("a reward is invalid: the control variate's estimate has no rule for that")
         parts = [controlled(rewards, int(os.environ[FINE])) for rewards in rollout.rewards]
         both = sum((weight * part for weight, part in zip(weights, parts, strict=True)), start=0 * parts[0])
-        told.append(both.clamp(-algorithm.advantage_clip, algorithm.advantage_clip))
-    return told
+        advantages.append(both.clamp(-algorithm.advantage_clip, algorithm.advantage_clip))
+    return advantages
 
 
 def train_with_it() -> None:
-    """In each process, before it trains."""
+    """Patches the trainer; runs in each process before training."""
     from g2rpo.training import trainer
 
     plain = trainer.explore
 
     def explore(*given: Any, **settings: Any) -> Exploration:
         samples = plain(*given, **settings)
-        size, total = settings["group_size"], samples.nfe["total"]  # with what guidance makes of it
+        size, total = settings["group_size"], samples.nfe["total"]  # guidance multiplies it
         needed = controlled_nfe(samples.plan, size, int(os.environ[FINE]))["total"]
-        told = total * needed // samples.plan.nfe(size)["total"]
-        return replace(samples, nfe=samples.nfe | {"total": told})
+        counted = total * needed // samples.plan.nfe(size)["total"]
+        return replace(samples, nfe=samples.nfe | {"total": counted})
 
     trainer.explore, trainer.advantages_of = explore, advantages_of
 
@@ -69,13 +69,13 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--coarse", type=int, default=3, help="stride of the tail that all members have")
     parser.add_argument("--group-size", type=int, default=24)
-    parser.add_argument("--fine", type=int, default=6, help="members that have the tail of stride 1 too")
+    parser.add_argument("--fine", type=int, default=6, help="members that also have the tail of stride 1")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     if not 2 <= given.fine <= given.group_size:
-        parser.error(f"--fine must lie in 2..{given.group_size}, got {given.fine}")
+        parser.error(f"--fine must be in 2..{given.group_size}, got {given.fine}")
     os.environ[FINE] = str(given.fine)
     method = ("algorithm=g2rpo", f"granularities=[1,{given.coarse}]", f"group_size={given.group_size}")
     arm = Arm("controlled", given.recipe, (*given.settings, *method))

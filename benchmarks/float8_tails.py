@@ -1,10 +1,11 @@
-"""What 8-bit tails change: rewards, advantages and images of the embedded model, on the same noise.
+"""Effect of 8-bit tails on rewards, advantages and latents of the embedded model, on the same noise.
 
     python benchmarks/float8_tails.py --prompts 64 --out results/performance/float8_tails.json
 
-Every group is rolled out three times: tails in bfloat16, in bfloat16 in other batches (the rounding that is
-there anyway), and in float8. The table compares the last two with the first: correlation of rewards within
-groups, of advantages, the share of advantages whose sign agrees, and the relative distance of the latents.
+Every group is sampled three times: with tails in bfloat16, in bfloat16 with another batch size (which changes
+the rounding), and in float8. The table compares the last two with the first: the correlation of rewards
+within groups and of advantages, the share of advantages with equal signs, and the relative distance of the
+latents.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REWARDS = ("tiny_preference", "tiny_clip", "verifier")
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's, over all entries of what is left after the groups' means."""
+    """Computes Pearson's correlation of the deviations from the mean of the last axis."""
     a, b = (value - value.mean(-1, keepdim=True) for value in (a.double(), b.double()))
     return float((a * b).sum() / (a.norm() * b.norm()))
 
@@ -52,7 +53,7 @@ def main() -> None:
     algorithm = g2rpo()
     plan, sigmas = algorithm.plan.plan(16, 0, 0), shifted_sigmas(16, 3.0)
     prompts = read_prompts("world:train")[0][: given.prompts]
-    found: dict[str, list[tuple[Exploration, list[Rollout]]]] = {
+    runs: dict[str, list[tuple[Exploration, list[Rollout]]]] = {
         "bfloat16": [],
         "other batches": [],
         "float8": [],
@@ -62,7 +63,7 @@ def main() -> None:
             batch = prompts[low : low + given.at_once]
             texts = [prompt.text for prompt in batch]
             cond = policy.encode(texts)
-            for name, seen in found.items():
+            for name, groups in runs.items():
                 samples = explore(
                     policy,
                     plan,
@@ -80,35 +81,35 @@ def main() -> None:
                 judged = score(
                     policy, samples, rewards, texts, [prompt.metadata for prompt in batch], decode_batch=512
                 )
-                seen.append((samples, judged))
+                groups.append((samples, judged))
     table: dict[str, dict[str, float]] = {}
-    first = [rollout for _, rollouts in found["bfloat16"] for rollout in rollouts]
+    first = [rollout for _, rollouts in runs["bfloat16"] for rollout in rollouts]
     for name in ("other batches", "float8"):
-        other = [rollout for _, rollouts in found[name] for rollout in rollouts]
-        told: dict[str, float] = {}
+        other = [rollout for _, rollouts in runs[name] for rollout in rollouts]
+        row: dict[str, float] = {}
         for r, reward in enumerate(REWARDS):
-            a, b = (torch.stack([one.rewards[r] for one in some]).cpu() for some in (first, other))
-            told[f"reward correlation, {reward}"] = correlation(a, b)
+            a, b = (
+                torch.stack([rollout.rewards[r] for rollout in groups]).cpu() for groups in (first, other)
+            )
+            row[f"reward correlation, {reward}"] = correlation(a, b)
             weights = [float(n == r) for n in range(len(REWARDS))]
-            a, b = (torch.stack(advantages_of(some, algorithm, weights)).cpu() for some in (first, other))
-            told[f"advantage correlation, {reward}"] = correlation(a, b)
+            a, b = (torch.stack(advantages_of(groups, algorithm, weights)).cpu() for groups in (first, other))
+            row[f"advantage correlation, {reward}"] = correlation(a, b)
             clear = a.abs() > 1e-6
-            told[f"advantage sign agreement, {reward}"] = float((a.sign() == b.sign())[clear].float().mean())
-        pairs = [
-            (a.latents, b.latents) for (a, _), (b, _) in zip(found["bfloat16"], found[name], strict=True)
-        ]
-        told["latents, relative distance"] = float(
+            row[f"advantage sign agreement, {reward}"] = float((a.sign() == b.sign())[clear].float().mean())
+        pairs = [(a.latents, b.latents) for (a, _), (b, _) in zip(runs["bfloat16"], runs[name], strict=True)]
+        row["latents, relative distance"] = float(
             sum((a - b).norm() for a, b in pairs) / sum(a.norm() for a, _ in pairs)
         )
-        table[name] = told
+        table[name] = row
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{len(prompts)} groups of 12, {machine}, torch {torch.__version__}")
     for key in table["float8"]:
         print(f"| {key} | {table['other batches'][key]:.4f} | {table['float8'][key]:.4f} |")
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        told = {"machine": machine, "torch": torch.__version__, "groups": len(prompts), **table}
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+        report = {"machine": machine, "torch": torch.__version__, "groups": len(prompts), **table}
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

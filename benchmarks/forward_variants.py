@@ -1,16 +1,16 @@
-"""What one forward and one decoded image take: batch sizes, kernels, float8, unmerged LoRA.
+"""Times a forward and the decoding of an image: batch sizes, kernels, float8, unmerged LoRA.
 
     python benchmarks/forward_variants.py --out results/performance/forward_variants.json
-    python benchmarks/forward_variants.py --model random:tiny --device cpu --resolution 64    # does it run?
+    python benchmarks/forward_variants.py --model random:tiny --device cpu --resolution 64    # a quick check
 
-FLUX.1-dev's size with random weights, blocks and decoder compiled, without gradient, weights resident. Each
-figure is the median of --repeats after a call that compiles. MFU as in rollout_vs_released.py. Float8's
-velocity error is relative, root mean square, against bfloat16 on the same input; for comparison the same
-figure between batch sizes, which is rounding that is there anyway.
+The size of FLUX.1-dev with random weights, blocks and decoder compiled, no gradients, weights resident. Each
+figure is the median of --repeats after a call that compiles; MFU is as in rollout_vs_released.py. The
+velocity error of float8 is the relative root mean square against bfloat16 on the same input. For comparison,
+the same figure between batch sizes measures ordinary rounding.
 
---sustained S also runs matrix products of 8192 x 8192, products of the model's own sizes, and forwards for S
-seconds each and tells the rate of the last half with the GPU's clock and power: a card that reaches its power
-limit lowers its clock, and then that, not the kernels, is what bounds a rollout.
+--sustained S also runs matrix products of 8192 x 8192, products of the model's sizes, and forwards for S
+seconds each, and reports the rate of the last half with the clock and power of the GPU: a GPU at its power
+limit lowers its clock, and then power, not the kernels, limits a rollout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GELU = torch.nn.functional.gelu
 
 
 def gelu_by_sigmoid(x: Tensor, approximate: str = "none") -> Tensor:
-    """The tanh approximation, (1 + tanh z) / 2 = sigmoid(2 z), which is cheaper where tanh is long."""
+    """Computes the tanh approximation by (1 + tanh z) / 2 = sigmoid(2 z), which is cheaper."""
     if approximate != "tanh":
         return GELU(x, approximate=approximate)
     y = x.float()
@@ -61,7 +61,7 @@ def gelu_by_sigmoid(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def median_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
-    """(milliseconds of a call, of the first one)."""
+    """Measures the milliseconds of a call (median) and of the first call."""
     seconds = []
     for _ in range(repeats + 1):
         wait(device)
@@ -147,8 +147,8 @@ def time_forwards(
 ) -> None:
     """A row a batch size; `least` is the seconds of a forward at the ceiling."""
     cond = policy.encode(["a prompt"])
-    drawn = torch.Generator(device).manual_seed(0)
-    noise = torch.randn(max(given.batches), *policy.latent_shape, generator=drawn, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    noise = torch.randn(max(given.batches), *policy.latent_shape, generator=generator, device=device)
     sigma = torch.linspace(1.0, 0.2, len(noise), device=device)
 
     def velocity(number: int) -> Tensor:
@@ -182,7 +182,7 @@ def time_forwards(
 def time_sustained(
     policy: Any, given: argparse.Namespace, device: torch.device, tflop: float, tell: Any
 ) -> None:
-    """Rates that hold, with clock and power: of plain matrix products, the model's, and whole forwards."""
+    """Measures sustained rates, clock and power of matrix products and forwards."""
     if not given.sustained:
         return
     number = given.batches[0]
@@ -210,7 +210,7 @@ def time_sustained(
                 if not half and now > given.sustained / 2:
                     half, count = now, 0
                     state = gpu_state(device)  # while the queue still runs
-                for _ in range(max(1, int(per_wait / cost))):  # some 30 ms a time: the queue stays short
+                for _ in range(max(1, int(per_wait / cost))):  # about 30 ms, so that the queue stays short
                     call()
                     count += 1
                 wait(device)
@@ -218,7 +218,7 @@ def time_sustained(
 
 
 def kernels(policy: Any, number: int, device: torch.device) -> str:
-    """Of one forward, the 40 that take most."""
+    """Lists the 40 kernels of a forward that take the most time."""
     from torch.profiler import ProfilerActivity, profile
 
     cond = policy.encode(["a prompt"])[torch.zeros(number, dtype=torch.long, device=device)]
@@ -227,15 +227,15 @@ def kernels(policy: Any, number: int, device: torch.device) -> str:
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with policy.resident():
         policy.velocity(x, sigma, cond)
-        with profile(activities=[kind]) as seen:
+        with profile(activities=[kind]) as profiled:
             policy.velocity(x, sigma, cond)
             wait(device)
     order = f"self_{device.type}_time_total"
-    return seen.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100)
+    return profiled.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100)
 
 
 def gpu_state(device: torch.device) -> str:
-    """SM clock, power and its limit as nvidia-smi tells them, or nothing on a CPU."""
+    """Returns the SM clock, power and power limit from nvidia-smi; empty on a CPU."""
     if device.type != "cuda":
         return ""
     query = "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit,clocks_event_reasons.active"
@@ -244,9 +244,9 @@ def gpu_state(device: torch.device) -> str:
 
 
 def time_decodes(policy: Any, given: argparse.Namespace, device: torch.device, tell: Any) -> None:
-    """The decoder compiled, as rollouts use it, and as it comes."""
-    drawn = torch.Generator(device).manual_seed(0)
-    latents = torch.randn(4, *policy.latent_shape, generator=drawn, device=device)
+    """Times the compiled decoder, as in rollouts, and the uncompiled one."""
+    generator = torch.Generator(device).manual_seed(0)
+    latents = torch.randn(4, *policy.latent_shape, generator=generator, device=device)
     for name in ("compiled", "compiled, cuDNN picks by timing", "as it comes"):
         torch.backends.cudnn.benchmark = "timing" in name
         if name == "as it comes":

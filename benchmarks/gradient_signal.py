@@ -1,26 +1,28 @@
-"""Why noise on one step at a time helps, and what the groups' noise does: the embedded model, equal forwards.
+"""Signal-to-noise ratio of gradients by method and group noise, on the embedded model at equal forwards.
 
     python benchmarks/gradient_signal.py --out results/signal.json                            # one GPU
-    python benchmarks/gradient_signal.py --prompts 2 --repeats 4 --reference-group 12         # does it run?
+    python benchmarks/gradient_signal.py --prompts 2 --repeats 4 --reference-group 12         # a quick check
 
-T = 8, shift 3. The prompts and their initial noise stay the same; only the steps' noise is drawn anew, so all
-repeats of an arm estimate one gradient. Arms share noise, and their differences are paired. Three measures:
+T = 8, shift 3. Prompts and initial noise are fixed and only the noise of the steps is resampled, so all
+repeats of an arm estimate the same gradient. Arms share noise, so their differences are paired. Three
+quantities are measured:
 
-    share      of the rewards' variance in a group that is one step's own: the correlation of two paths that
-               share that step's noise alone (first-order Sobol index), and the variance of singular noise at
-               that step over the path's. With singular noise and one tail it is 1: nothing else differs.
-    advantage  of one given noise at step k from a given state, over redraws of everything else. Reliability:
-               the share of its variance that the given noise decides
-    gradient   of the loss at ratio 1 as `update` takes it, all weights, all prompts in one rollout: its
-               signal-to-noise ratio (signal_to_noise.py). m rollouts have m times it, hence "per 1,000
-               forwards", of the rollout, or "with the update", a row of which counts as 3 (and its backward)
+    share      the share of the variance of rewards in a group that is due to one step: the correlation of two
+               paths that share only the noise of that step (first-order Sobol index), and the variance with
+               singular noise at that step over that of the path. With singular noise and one tail it is 1.
+    advantage  the advantage of a given noise at step k from a given state, when everything else is resampled.
+               Its reliability is the share of its variance that is due to the given noise.
+    gradient   the gradient of the loss at ratio 1, as in `update`, of all weights and prompts of a rollout:
+               its signal-to-noise ratio (signal_to_noise.py). It is proportional to the number of rollouts
+               and therefore given per 1,000 forwards, without or with the update, where a row counts as 3.
 
-Errors are jackknife standard errors over repeats (advantages: prompts); other prompts: --first. Repeats end
-early where the next would not fit --seconds. Cosines are to {1} in large groups; "along it" is SNR cosine^2.
+Errors are jackknife standard errors over repeats, or over prompts for advantages; --first selects other
+prompts. No repeat starts that would exceed --seconds. Cosines are to {1} in large groups; "along it" is SNR
+cosine^2.
 
---fresh takes new prompts and new initial noise for each repeat: the signal is then what training follows, the
-gradient of all prompts, and what differs between prompts and initial noises is noise. Shares and advantages
-belong to a given state and are left out, as --gradients leaves them out.
+With --fresh, each repeat has new prompts and new initial noise: the signal is then the gradient over all
+prompts, which training follows, and differences between prompts and initial noises count as noise. Shares and
+advantages need a given state and are omitted, as with --gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from signal_to_noise import cosine, cosine_error, error, inner, jackknife, snr, 
 from torch import Tensor
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.data.prompts import read_prompts
+from g2rpo.data.prompts import Prompt, read_prompts
 from g2rpo.flow.group_noise import group_noise, orthogonal
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.policy import FluxPolicy
@@ -60,25 +62,25 @@ from g2rpo.runtime.random import keyed_noise
 from g2rpo.training.update import update
 
 REWARDS = ("tiny_preference", "tiny_clip")
-WEIGHTS = ([1.0, 0.0], [0.0, 1.0])  # each reward by itself
+WEIGHTS = ([1.0, 0.0], [0.0, 1.0])  # each reward separately
 SHIFT, CHUNK = 3.0, 4
-REFERENCE_FROM, GIVEN_FROM, OTHER = 10**6, 2 * 10**6, 10**7  # iteration keys of noise that no arm sees
+REFERENCE_FROM, GIVEN_FROM, OTHER = 10**6, 2 * 10**6, 10**7  # iterations that seed noise which no arm uses
 
 
 class Captured(torch.optim.Optimizer):
-    """An optimizer that keeps the gradient and changes nothing."""
+    """An optimizer that stores the gradient and changes no weight."""
 
     gradient: Tensor
 
     def step(self, closure: Any = None) -> None:
         parameters = self.param_groups[0]["params"]
-        kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        self.gradient = torch.cat([one.flatten() for one in kept])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self.gradient = torch.cat([gradient.flatten() for gradient in gradients])
 
 
 @dataclass
 class Bench:
-    """What all arms have in common. P prompts, with one initial noise each."""
+    """Objects shared by all arms: policy, rewards, and P prompts with one initial noise each."""
 
     policy: FluxPolicy
     rewards: dict[str, Any]
@@ -91,17 +93,17 @@ class Bench:
     batch: int
     seed: int
     prompts: int  # P of one rollout
-    fresh: int = 0  # repeats with prompts and initial noise of their own; 0 = all have the same
+    fresh: int = 0  # number of repeats with their own prompts and initial noise; 0 = all share them
 
     def noise(self, arm: Arm, iterations: Iterable[int]) -> Tensor:
-        """[K, iterations * P, G, L, C] on the CPU, by the keys that `explore` draws with."""
+        """Samples noise [K, iterations * P, G, L, C] on the CPU, with the keys of `explore`."""
         keys = [(self.seed, i, p) for i in iterations for p in range(self.prompts)]
         shape, steps = self.policy.latent_shape, arm.plan.noise_steps
         drawn = [group_noise(arm.noise, shape, arm.group_size, key, step) for step in steps for key in keys]
         return torch.stack(drawn).unflatten(0, (len(steps), len(keys)))
 
     def rows(self, iterations: Iterable[int]) -> Tensor:
-        """[iterations * P], which of all prompts each repeat takes; the reference's lie behind the arms'."""
+        """Returns the prompt indices of each repeat: [iterations * P]; the reference comes last."""
         groups = [i - REFERENCE_FROM + self.fresh if i >= REFERENCE_FROM else i for i in iterations]
         first = torch.tensor(groups)[:, None] * (self.prompts if self.fresh else 0)
         return (first + torch.arange(self.prompts)).flatten().to(self.policy.device)
@@ -110,12 +112,12 @@ class Bench:
     def rollouts(
         self, algorithm: Algorithm, plan: Plan, noise: Tensor, rows: Tensor | None = None
     ) -> list[Rollout]:
-        """A group for each of noise [K, V * P, G, L, C]; `rows`: their prompts."""
+        """Samples and scores a group for each noise [K, V * P, G, L, C]; `rows` are their prompt indices."""
         if rows is None:
             rows = self.rows(range(1)).repeat(noise.shape[1] // self.prompts)
         levels = plan.levels(self.sigmas)
         with self.policy.resident():
-            kept, again = rows.unique(return_inverse=True)  # those that start alike walk once
+            kept, again = rows.unique(return_inverse=True)  # equal starts share one anchor
             once, many = (CountedPolicy(self.policy, self.cond[r], self.batch) for r in (kept, rows))
             walked = walk_anchor(once, plan, levels, self.start[kept])
             states, velocities = (
@@ -136,7 +138,7 @@ class Bench:
             return score(self.policy, samples, self.rewards, texts, metadata, decode_batch=self.batch)
 
     def gradients(self, arm: Arm, iterations: Iterable[int]) -> list[Tensor]:
-        """By reward, a row [number of weights] for each iteration."""
+        """Computes, per reward, the gradients of the iterations: [iterations, number of weights]."""
         iterations, taken = list(iterations), self.rows(iterations)
         every = self.rollouts(arm.algorithm, arm.plan, self.noise(arm, iterations), taken)
         found: list[list[Tensor]] = [[] for _ in self.rewards]
@@ -159,20 +161,20 @@ class Bench:
 
 
 def shares(bench: Bench, arm: Arm, repeats: int) -> dict[str, Tensor]:
-    """Of a path method, by reward and noisy step [R, K]: share and variance ratio, with errors."""
+    """Computes share and variance ratio of a path method, with errors, by reward and step: [R, K]."""
     plan, prompts = arm.plan, bench.prompts
-    alone = Singular(plan.noise_steps, (1,)).plan(T, 0, 0)
+    single_step = Singular(plan.noise_steps, (1,)).plan(T, 0, 0)
     covariance, singular, variance = [], [], []
     for i in range(repeats):
         paths = [base := bench.noise(arm, [i])]
         for k in range(len(base)):
             paths.append(bench.noise(arm, [OTHER * (k + 1) + i]))
             paths[-1][k] = base[k]
-        judged = [r.rewards[:, 0, 0] for r in bench.rollouts(arm.algorithm, plan, torch.cat(paths, 1))]
-        path = _centred(torch.stack(judged).unflatten(0, (-1, prompts)))  # [1 + K, P, R, G]
-        judged = [r.rewards[:, :, 0] for r in bench.rollouts(arm.algorithm, alone, base)]
+        rewards = [r.rewards[:, 0, 0] for r in bench.rollouts(arm.algorithm, plan, torch.cat(paths, 1))]
+        path = _centred(torch.stack(rewards).unflatten(0, (-1, prompts)))  # [1 + K, P, R, G]
+        rewards = [r.rewards[:, :, 0] for r in bench.rollouts(arm.algorithm, single_step, base)]
         covariance.append((path[:1] * path[1:]).mean((1, 3)).T)
-        singular.append(_centred(torch.stack(judged)).square().mean((0, 3)))  # [P, R, K, G] -> [R, K]
+        singular.append(_centred(torch.stack(rewards)).square().mean((0, 3)))  # [P, R, K, G] -> [R, K]
         variance.append(path.square().mean((0, 1, 3))[:, None].expand_as(covariance[-1]))
     tops, below = torch.stack([torch.stack(covariance), torch.stack(singular)]), torch.stack(variance)
 
@@ -184,36 +186,36 @@ def shares(bench: Bench, arm: Arm, repeats: int) -> dict[str, Tensor]:
 
 
 def _centred(rewards: Tensor) -> Tensor:
-    """Less the group's mean; the mean over G of products of two is then their unbiased covariance."""
+    """Subtracts the group's mean and scales so that means of products over G are unbiased covariances."""
     r = rewards.double().cpu()
     return (r - r.mean(-1, keepdim=True)) * math.sqrt(r.shape[-1] / (r.shape[-1] - 1))
 
 
 def credited(bench: Bench, arm: Arm, draws: int, redraws: int) -> dict[str, Tensor]:
-    """Member 0's advantage for given noise at a step: its std over redraws, and reliability, [R, K + 1].
+    """Computes the std over redraws and the reliability of member 0's advantage for given noise: [R, K + 1].
 
-    On a path, the member's noise before step k is one and the same too: it decides the state at k.
+    On a path, the noise of the member before step k is given too, because it determines the state at k.
     """
-    plan, shape, prompts, found = arm.plan, bench.policy.latent_shape, bench.prompts, []
+    plan, shape, prompts, advantages = arm.plan, bench.policy.latent_shape, bench.prompts, []
     for k in range(STEPS):
         if k == 0 or not plan.shares_states:
             noise = bench.noise(arm, range(GIVEN_FROM, GIVEN_FROM + draws * redraws))
             cells = noise.unflatten(1, (draws, redraws, prompts))
             for step in range(STEPS if plan.shares_states else k + 1):
                 for d, p in itertools.product(range(draws), range(prompts)):
-                    draw = d if plan.shares_states or step == k else draws  # one for the way to k
+                    draw = d if plan.shares_states or step == k else draws  # one noise for the steps before k
                     cells[step, d, :, p, 0] = keyed_noise(shape, bench.seed, draw, p, "given", step)
             if arm.noise == "antithetic":
                 noise[:, :, 1] = -noise[:, :, 0]
-            if arm.noise == "orthogonal":  # leaves the first member as it is
+            if arm.noise == "orthogonal":  # does not change the first member
                 noise = torch.stack([orthogonal(group) for group in noise.flatten(0, 1)]).view_as(noise)
             rollouts = bench.rollouts(arm.algorithm, plan, noise)
         by_reward = [advantages_of(rollouts, arm.algorithm, weights) for weights in WEIGHTS]
-        found.append(torch.stack([torch.stack(one)[:, k, 0] for one in by_reward]).double().cpu())
-    a = torch.stack(found, 1).unflatten(2, (draws, redraws, prompts))  # [R, K, D, M, P]
+        advantages.append(torch.stack([torch.stack(groups)[:, k, 0] for groups in by_reward]).double().cpu())
+    a = torch.stack(advantages, 1).unflatten(2, (draws, redraws, prompts))  # [R, K, D, M, P]
 
     def parts(kept: Tensor) -> Tensor:
-        """Std within, and reliability, by a one-way analysis of variance: [2, R, K + 1], last the mean."""
+        """Computes both by a one-way analysis of variance: [2, R, K + 1], with the mean last."""
         within = a[..., kept].var(3).mean((2, 3))
         between = a[..., kept].mean(3).var(2).mean(-1) - within / redraws
         both = torch.stack([within.sqrt(), between / (between + within)])
@@ -224,29 +226,29 @@ def credited(bench: Bench, arm: Arm, draws: int, redraws: int) -> dict[str, Tens
 
 
 def compared(grads: dict[str, Tensor], arms: dict[str, Arm], prompts: int) -> dict[str, dict[str, float]]:
-    """SNR, per 1,000 forwards (and with the update's), over the plain arm's, and cosines; with errors."""
+    """Computes SNR, SNR per 1,000 forwards, its ratio to the plain arm, and cosines, with errors."""
     grams, table = {name: inner(rows, rows) for name, rows in grads.items()}, {}
     without = {name: snr_without(gram) for name, gram in grams.items()}
     costs = {name: arms[name].nfe for name in grads}
     for name, gram in grams.items():
         cost, cross, other = costs[name], inner(grads[name], grads[REFERENCE]), grams[REFERENCE]
         thousands, equal = prompts * cost["total"] / 1000, costs[PLAIN]["total"] / cost["total"]
-        told = {"repeats": len(gram), "forwards": cost["total"], "update_rows": cost["update"]}
-        told |= {"snr": snr(gram), "snr_error": error(without[name])}
-        told |= {"per_1000": told["snr"] / thousands, "per_1000_error": told["snr_error"] / thousands}
-        told["with_update"] = told["snr"] * 1000 / prompts / (cost["total"] + 3 * cost["update"])
+        row = {"repeats": len(gram), "forwards": cost["total"], "update_rows": cost["update"]}
+        row |= {"snr": snr(gram), "snr_error": error(without[name])}
+        row |= {"per_1000": row["snr"] / thousands, "per_1000_error": row["snr_error"] / thousands}
+        row["with_update"] = row["snr"] * 1000 / prompts / (cost["total"] + 3 * cost["update"])
         if name != REFERENCE:
-            told["gain"] = equal * snr(gram) / snr(grams[PLAIN])
-            told["gain_error"] = error(equal * without[name] / without[PLAIN])
-            told["cosine"] = cosine(gram, cross, other)
-            told["cosine_error"] = cosine_error(gram, cross, other)
-            told["aligned"] = told["per_1000"] * told["cosine"] ** 2
-        table[name] = {key: float(value) for key, value in told.items()}
+            row["gain"] = equal * snr(gram) / snr(grams[PLAIN])
+            row["gain_error"] = error(equal * without[name] / without[PLAIN])
+            row["cosine"] = cosine(gram, cross, other)
+            row["cosine_error"] = cosine_error(gram, cross, other)
+            row["aligned"] = row["per_1000"] * row["cosine"] ** 2
+        table[name] = {key: float(value) for key, value in row.items()}
     return table
 
 
-def main() -> None:
-    began = time.perf_counter()
+def parse_arguments() -> tuple[argparse.Namespace, list[Prompt]]:
+    """Reads the command line, and the prompts that it asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -266,16 +268,23 @@ def main() -> None:
     given = parser.parse_args()
     if given.prompts < 2:
         parser.error(f"an error is over prompts too: --prompts must be >= 2, got {given.prompts}")
-    every, wanted = make_arms(given.reference_group), (*given.arms, PLAIN, REFERENCE)
-    arms = {name: arm for name, arm in every.items() if name in wanted}
-    torch.set_float32_matmul_precision("high")  # TF32: its rounding is far below the noise
-    device = resolve_device(given.device)
-    policy = load_policy("tiny", device=device, guidance=given.guidance)
-    references = max(3, given.repeats // 8)
-    number = given.prompts * (given.repeats + references if given.fresh else 1)
+    given.references = max(3, given.repeats // 8)
+    number = given.prompts * (given.repeats + given.references if given.fresh else 1)
     prompts = read_prompts("world:train")[0][given.first :][:number]
     if len(prompts) < number:
         parser.error(f"--first {given.first} leaves {len(prompts)} prompts, {number} are needed")
+    return given, prompts
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    began = time.perf_counter()
+    given, prompts = parse_arguments()
+    all_arms, wanted = make_arms(given.reference_group), (*given.arms, PLAIN, REFERENCE)
+    arms = {name: arm for name, arm in all_arms.items() if name in wanted}
+    torch.set_float32_matmul_precision("high")  # TF32: its rounding is far below the noise
+    device = resolve_device(given.device)
+    policy = load_policy("tiny", device=device, guidance=given.guidance)
     texts = [prompt.text for prompt in prompts]
     shape, seed = policy.latent_shape, given.first
     start = torch.stack([keyed_noise(shape, seed, 0, p, "start") for p in range(len(texts))])
@@ -294,36 +303,43 @@ def main() -> None:
         given.repeats if given.fresh else 0,
     )
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    told: dict[str, Any] = {"machine": machine, "torch": torch.__version__}
-    told |= {key: getattr(given, key) for key in ("prompts", "first", "fresh", "guidance", "reference_group")}
-    print(told)
+    report: dict[str, Any] = {"machine": machine, "torch": torch.__version__}
+    report |= {
+        key: getattr(given, key) for key in ("prompts", "first", "fresh", "guidance", "reference_group")
+    }
+    print(report)
     several, draws = max(2, given.repeats // 4), max(2, given.repeats // 12)
     if not (given.fresh or given.gradients):
-        told["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
-        told["advantages"] = {
+        report["shares"] = {n: shares(bench, a, several) for n, a in arms.items() if not a.plan.shares_states}
+        report["advantages"] = {
             n: credited(bench, a, draws, draws) for n, a in arms.items() if n != REFERENCE and not a.fine
         }
-    found: dict[str, list[list[Tensor]]] = {name: [] for name in arms}
-    last = REFERENCE_FROM + references
-    found[REFERENCE].append(bench.gradients(arms[REFERENCE], range(REFERENCE_FROM, last)))
+    gradients: dict[str, list[list[Tensor]]] = {name: [] for name in arms}
+    last = REFERENCE_FROM + given.references
+    gradients[REFERENCE].append(bench.gradients(arms[REFERENCE], range(REFERENCE_FROM, last)))
     print(f"{time.perf_counter() - began:.0f} s before the repeats", flush=True)
     for low in range(0, given.repeats, CHUNK):
         chunk = time.perf_counter()
         for name in [name for name in arms if name != REFERENCE]:
-            found[name].append(bench.gradients(arms[name], range(low, low + CHUNK)))
+            gradients[name].append(bench.gradients(arms[name], range(low, low + CHUNK)))
         if 2 * time.perf_counter() - chunk - began > given.seconds:
             break
-    told |= {"gradients": {}, "seconds": time.perf_counter() - began}
+    report |= {"gradients": {}, "seconds": time.perf_counter() - began}
     for r, reward in enumerate(REWARDS):
-        told["gradients"][reward] = compared(  # no name holds the one reward's while the next's are joined
-            {name: torch.cat([some.pop(0) for some in chunks]) for name, chunks in found.items()},
-            arms,
-            given.prompts,
+        report["gradients"][reward] = (
+            compared(  # popping frees the gradients of one reward before the next is joined
+                {
+                    name: torch.cat([chunk_gradients.pop(0) for chunk_gradients in chunks])
+                    for name, chunks in gradients.items()
+                },
+                arms,
+                given.prompts,
+            )
         )
-        show(reward, r, told, T, STEPS)
+        show(reward, r, report, T, STEPS)
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(told, indent=1, default=Tensor.tolist) + "\n")
+        given.out.write_text(json.dumps(report, indent=1, default=Tensor.tolist) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What each knob costs and what it does to learning, on the embedded model at equal forwards.
+"""Cost of settings and their effect on learning, on the embedded model at equal forwards.
 
     python benchmarks/knobs.py --seeds 1 2 3 4 --workers 12 --out /tmp/knobs
 
-Every arm is the demo's recipe with some settings changed and so many iterations that all arms run as many
-forwards as the recipe does. The table: forwards of an iteration against the recipe's, iterations, and the
-gain of the trained reward in the base's standard deviations (mean over seeds, its standard error, smallest
-seed), on the run's own prompts with fresh seeds and on unseen prompts.
+Every arm is the recipe of the demo with some settings changed, and with the number of iterations at which it
+uses as many forwards as the recipe. The table contains the forwards per iteration relative to the recipe, the
+iterations, and the gain of the trained reward in standard deviations of the base (mean over seeds, standard
+error, smallest seed), on the prompts of the run with new seeds and on unseen prompts.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from search import run
 from g2rpo.data.prompts import read_prompts
 
 STRICT = {"rewards": "{verifier_strict=1.0}", "eval_rewards": "[]", "prompts": "16.txt"}
-"""All or nothing, on 16 prompts: many of its groups are all right or all wrong."""
+"""A binary reward on 16 prompts, for which many groups are completely right or completely wrong."""
 
 ARMS: dict[str, dict[str, str]] = {
     "recipe": {},
@@ -42,7 +42,7 @@ ARMS: dict[str, dict[str, str]] = {
 
 
 def forwards(recipe: str, overrides: dict[str, str]) -> tuple[float, int]:
-    """Of an iteration, and the iterations that the settings ask for."""
+    """Returns the forwards per iteration and the number of iterations of the settings."""
     from g2rpo.config.load import load_settings
     from g2rpo.costs.costs import plan_costs
 
@@ -60,24 +60,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--table", action="store_true", help="of the results.json that lies in --out, at once"
-    )
+    parser.add_argument("--table", action="store_true", help="only print the table of OUT/results.json")
     given = parser.parse_args()
     if given.table:
         print(table(json.loads((given.out / "results.json").read_text(encoding="utf-8"))))
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    few = given.out / "16.txt"
-    few.write_text("".join(prompt.text + "\n" for prompt in read_prompts("world:train")[0][:16]))
+    prompt_file = given.out / "16.txt"
+    prompt_file.write_text("".join(prompt.text + "\n" for prompt in read_prompts("world:train")[0][:16]))
     common = dict(pair.split("=", 1) for pair in given.settings)
-    asked, iterations = forwards(given.recipe, common)
+    recipe_forwards, iterations = forwards(given.recipe, common)
     arms, cost = {}, {}
     for name in given.arms:
         arm = {**common, **ARMS[name]}
-        if arm.get("prompts") == few.name:
-            arm["prompts"] = str(few)
-        cost[name] = forwards(given.recipe, arm)[0] / asked
+        if arm.get("prompts") == prompt_file.name:
+            arm["prompts"] = str(prompt_file)
+        cost[name] = forwards(given.recipe, arm)[0] / recipe_forwards
         arms[name] = {**arm, "iterations": str(round(iterations / cost[name]))}
     threads = max(1, (os.cpu_count() or 1) // given.workers)
     results: dict[str, dict[int, list[dict]]] = {}
@@ -97,25 +95,25 @@ def main() -> None:
             except Exception as error:
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
                 continue
-            told = {"arms": arms, "cost": cost, "results": results}
-            (given.out / "results.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+            report = {"arms": arms, "cost": cost, "results": results}
+            (given.out / "results.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(table({"arms": arms, "cost": cost, "results": results}))
 
 
-def table(told: dict) -> str:
-    """Markdown: gains in the base's standard deviations, mean over seeds ± standard error [smallest]."""
+def table(report: dict) -> str:
+    """Formats the gains in standard deviations of the base: mean over seeds ± standard error [smallest]."""
     lines = [
-        "| arm | forwards an iteration | iterations | seeds | own prompts | unseen prompts |",
+        "| arm | forwards per iteration | iterations | seeds | own prompts | unseen prompts |",
         "|" + " --- |" * 6,
     ]
-    for name, by_seed in told["results"].items():
-        cells = [f"{told['cost'][name]:.2f}", told["arms"][name]["iterations"], str(len(by_seed))]
-        for pictures in ("own prompts", "unseen prompts"):
+    for name, by_seed in report["results"].items():
+        cells = [f"{report['cost'][name]:.2f}", report["arms"][name]["iterations"], str(len(by_seed))]
+        for prompt_set in ("own prompts", "unseen prompts"):
             gains = [
                 change["difference"] / max(change["base_std"], 1e-12)
-                for one in by_seed.values()
-                for change in one
-                if change["trained"] and change["pictures"].startswith(pictures)
+                for changes in by_seed.values()
+                for change in changes
+                if change["trained"] and change["pictures"].startswith(prompt_set)
             ]
             error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
             cells.append(f"{statistics.mean(gains):+.2f} ± {error:.2f} [{min(gains):+.2f}]")

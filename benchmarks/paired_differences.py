@@ -1,12 +1,12 @@
-"""Differences of evaluations between arms, paired by seed: those that docs/comparison.md names.
+"""Differences of evaluations between arms, paired by seed, as in docs/comparison.md.
 
     python benchmarks/paired_differences.py results/compare/more/L2_constant \
         results/compare/joint/MixGRPO_4 results/compare/more/MixGRPO_cosine --at compute
 
-ARM and each OTHER are folders of SEED/metrics.jsonl. A row an other and evaluated reward: ARM − OTHER, mean ±
-standard error over the seeds that both have, and each seed's difference. Each run is taken at its own end;
---at nfe, compute, step or seconds takes both at the same cost instead, by linear interpolation: at --cost,
-or at the largest that all runs of the two reached.
+ARM and each OTHER are folders of SEED/metrics.jsonl. Each row is an OTHER and an evaluated reward: ARM −
+OTHER as mean ± standard error over the common seeds, and the difference of each seed. Runs are compared at
+their ends. With --at nfe, compute, step or seconds they are compared at equal cost, by linear interpolation:
+at --cost, or at the largest cost that all runs of both arms reached.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ Runs = Mapping[int, Mapping[str, Curve]]
 
 
 def runs_of(arm: Path) -> Runs:
-    """Seed -> its curves by name."""
-    found = {int(path.parent.name): path for path in sorted(arm.glob("[0-9]*/metrics.jsonl"))}
-    if not found:
+    """Reads the curves of an arm: seed -> name -> curve."""
+    paths = {int(path.parent.name): path for path in sorted(arm.glob("[0-9]*/metrics.jsonl"))}
+    if not paths:
         raise SystemExit(f"{arm} holds no SEED/metrics.jsonl")
-    return {seed: curves_of(read_metrics(path)) for seed, path in found.items()}
+    return {seed: curves_of(read_metrics(path)) for seed, path in paths.items()}
 
 
 def differences(arm: Runs, other: Runs, name: str, axis: str | None, cost: float | None) -> dict[int, float]:
-    """Seed -> arm − other in `name`, of the seeds that both have; NaN where a run did not get that far."""
+    """Computes arm − other in `name` for each common seed; NaN if a run did not reach the cost."""
     seeds = [seed for seed in arm if name in arm[seed] and name in other.get(seed, {})]
     if axis is None:
         return {seed: float(arm[seed][name].y[-1] - other[seed][name].y[-1]) for seed in seeds}
     both = [[runs[seed][name] for seed in seeds] for runs in (arm, other)]
-    place = common_end(both, axis) if cost is None else cost
-    return {seed: arm[seed][name].at(axis, place) - other[seed][name].at(axis, place) for seed in seeds}
+    shared_cost = common_end(both, axis) if cost is None else cost
+    return {
+        seed: arm[seed][name].at(axis, shared_cost) - other[seed][name].at(axis, shared_cost)
+        for seed in seeds
+    }
 
 
 def main() -> None:
@@ -56,16 +59,16 @@ def main() -> None:
         if not set(arm) & set(other):
             seeds = f"{sorted(arm)}, {sorted(other)}"
             raise SystemExit(f"{given.arm} and {folder} have no seed in common: {seeds}")
-    names = sorted({name for one in arm.values() for name in one if name.startswith("eval/")})
+    names = sorted({name for curves in arm.values() for name in curves if name.startswith("eval/")})
     print(f"| {given.arm.name} − | reward | difference | each seed |\n| --- | --- | --- | --- |")
     for folder, other in others.items():
         for name in names:
-            found = differences(arm, other, name, given.at, given.cost)
-            if found:
-                told = stat(list(found.values()))
-                each = ", ".join(f"{seed}: {value:+.4f}" for seed, value in sorted(found.items()))
+            by_seed = differences(arm, other, name, given.at, given.cost)
+            if by_seed:
+                summary = stat(list(by_seed.values()))
+                each = ", ".join(f"{seed}: {value:+.4f}" for seed, value in sorted(by_seed.items()))
                 reward = name.removeprefix("eval/")
-                print(f"| {folder.name} | {reward} | {told.mean:+.4f} ± {told.se:.4f} | {each} |")
+                print(f"| {folder.name} | {reward} | {summary.mean:+.4f} ± {summary.se:.4f} | {each} |")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# The paper's comparison on the embedded model: the search for each method's settings, then the stages.
+# The paper's comparison on the embedded model: a search for the settings of each method, then the comparisons.
 #
 #     benchmarks/paper_comparison.sh tune|tune2|tune3|tune4|tune5|joint|single|lambda|variate|rest|more OUT [JOBS]
 #
 #     tune, tune2, tune3, tune4, tune5
-#                   one seed: learning rate, eta and clip range of each method, prompts an iteration
-#     joint         DanceGRPO and MixGRPO, each with its released script's optimizer steps (_3, _4) and with those
-#                   that were searched first, G2RPO with one granularity and with three, preference + CLIP; 5 seeds;
-#                   models of seeds 0 to 2 also in 4, 8, 16 and 32 steps, those of seed 0 side by side in a picture
-#     single        the same, preference alone, Flow-GRPO, stride 2, G2RPO that goes on longer, rates that fall and a
+#                   learning rate, eta and clip range of each method, prompts per iteration; one seed
+#     joint         preference + CLIP: DanceGRPO and MixGRPO, with the optimizer steps of their released scripts (_3,
+#                   _4) and with those of the first search, and G2RPO with one and with three granularities; 5 seeds;
+#                   models of seeds 0 to 2 also in 4, 8, 16 and 32 steps, those of seed 0 side by side in a figure
+#     single        preference only: the same arms, Flow-GRPO, stride 2, a longer G2RPO, decaying learning rates and a
 #                   KL term against hacking; 3 seeds
 #     lambda        granularities, tail rules, a larger group at equal forwards, noise; 3 seeds
 #     variate       granularity as a control variate, stride 3 and stride 2; 3 seeds
-#     rest          Flow-GRPO (other eta, a KL term, rates that fall) and its Fast window, update rules; 3 seeds;
+#     rest          Flow-GRPO (other eta, a KL term, decaying rates) and its Fast window, update rules; 3 seeds;
 #                   Flow-GRPO also in 4, 8, 16 and 32 steps (for results/compare/more_steps, with those of `more`)
-#     more          rates that fall to 0 for the path methods, MixGRPO's window at random places, MixGRPO-Flash,
-#                   twice as long, more states from the same forwards, stride 2 at a constant rate, strides 2 and 3
-#                   at T=16, a KL term; 3 seeds; two arms also in 4, 8, 16 and 32 steps
+#     more          rates that decay to 0 for the path methods, random windows for MixGRPO, MixGRPO-Flash, twice the
+#                   iterations, more states from the same forwards, stride 2 at a constant rate, strides 2 and 3 at
+#                   T=16, a KL term; 3 seeds; two arms also in 4, 8, 16 and 32 steps
 #
-# Arms get about the same forwards: a path method's iteration costs a fifth of G2RPO's, so it makes five times
-# as many. SEEDS=0,1 takes other seeds than a stage's own, ONLY='G2RPO.*|L1' the arms whose names match; with both
-# FlowGRPO, FlowGRPO_kl, L2_constant, MixGRPO_cosine, MixGRPO_4_cosine and MixGRPO_cosine_130 have had five seeds,
-# MixGRPO_random four. docs/comparison.md has what was found, results/compare/ the numbers (benchmarks/slim_runs.py
-# makes them small).
+# All arms have about the same number of forwards: an iteration of a path method costs a fifth of one of G2RPO, so
+# it has five times as many. SEEDS=0,1 replaces the seeds of a stage, ONLY='G2RPO.*|L1' selects arms by name. With
+# both, FlowGRPO, FlowGRPO_kl, L2_constant, MixGRPO_cosine, MixGRPO_4_cosine and MixGRPO_cosine_130 have five seeds,
+# and MixGRPO_random four. The results are in docs/comparison.md, the numbers in results/compare/ (made smaller by
+# benchmarks/slim_runs.py).
 set -eu
 stage=$1 out=$2 jobs=${3:-16}
 cd "$(dirname "$0")/.."
@@ -30,15 +30,15 @@ base=results/compare/joint.toml
 long="iterations=150 eval_every=50 warmup_iterations=25"   # path methods while tuning
 short="iterations=40 eval_every=10"                        # G2RPO while tuning
 
-# What the search chose.
+# Results of the search.
 dance="algorithm=dance_grpo update=per_step clip_range=1e-3 lr=5e-6"
 mix="algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.0"
-# … with as many optimizer steps an iteration as their released scripts take.
+# … with the optimizer steps per iteration of the released scripts.
 dance3="algorithm=dance_grpo update=3 clip_range=1e-3 lr=5e-6"
 mix4="algorithm=mix_grpo update=4 window=3 lr=1e-5 eta=1.0"
 one="algorithm=g2rpo_single train_steps=5 lr=3e-5 eta=1.0"
 g2rpo="algorithm=g2rpo train_steps=5 lr=3e-5 eta=1.0"
-# 184,000 forwards each.
+# Each has 184,000 forwards.
 dance_long="iterations=210 eval_every=21 warmup_iterations=25"
 mix_long="iterations=306 eval_every=34 warmup_iterations=25"
 one_long="iterations=54 eval_every=6"
@@ -59,13 +59,13 @@ paper() {  # the arms of the paper's first table
   arm G2RPO_1 "$one $one_long"
   arm G2RPO "$g2rpo $g2rpo_long"
 }
-compare() {  # compare SEEDS [KEY=VALUE ...]: the arms, with these settings besides
+compare() {  # compare SEEDS [KEY=VALUE ...]: the arms, with these additional settings
   local seeds=${SEEDS:-$1}
   shift
   if [ ${#arms[@]} -eq 0 ]; then echo "no arm of $stage is called $ONLY" >&2; exit 2; fi
   python -m g2rpo compare "${arms[@]}" "$@" --seeds "$seeds" --jobs "$jobs" --out "$out"
 }
-in_steps() {  # in_steps ARM ...: the base and what is finished of these arms' seeds 0 to 2, in 4, 8, 16, 32 steps
+in_steps() {  # in_steps ARM ...: the base and the finished runs of seeds 0 to 2 of these arms, in 4, 8, 16, 32 steps
   local arm seed models=(tiny) names=base
   for arm; do
     for seed in 0 1 2; do
@@ -100,7 +100,7 @@ tune)
   done
   compare 100
   ;;
-tune2)  # where the first search's best lay at an edge
+tune2)  # where the best value of the first search was at an edge
   for lr in 1e-5 2e-5 4e-5; do
     arm "dance_once_lr$lr" "algorithm=dance_grpo update=once lr=$lr $long"
   done
@@ -120,7 +120,7 @@ tune2)  # where the first search's best lay at an edge
   arm g2rpo_lr3e-5 "algorithm=g2rpo train_steps=5 lr=3e-5 $short"
   compare 100
   ;;
-tune3)  # at equal forwards: fewer prompts an iteration, and so more of them; coarse tails alone; a wider eta for MixGRPO
+tune3)  # at equal forwards: fewer prompts per iteration and more iterations; only coarse tails; more eta for MixGRPO
   arm mix_lr2e-5_eta1.4 "algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.4 $long"
   arm mix_lr3e-5_eta1.0 "algorithm=mix_grpo update=once window=3 lr=3e-5 eta=1.0 $long"
   for lr in 1e-5 2e-5; do
@@ -183,17 +183,17 @@ joint)
   ;;
 single)
   paper
-  # As many forwards as MixGRPO, the update's counted.
+  # The forwards of MixGRPO, including those of the update.
   arm G2RPO_1_long "$one iterations=128 eval_every=8"
   arm G2RPO_long "$g2rpo iterations=96 eval_every=8"
   arm FlowGRPO "$flow $dance_long"
   arm FlowGRPO_eta0.7 "$flow eta=0.7 $dance_long"
   arm FlowGRPO_kl "$flow kl_beta=0.04 $dance_long"
   arm L2 "$g2rpo granularities=[2] iterations=96 eval_every=8"
-  # Twice as long; and rates that fall.
+  # Twice the iterations, and decaying rates.
   arm L2_long "$g2rpo granularities=[2] iterations=192 eval_every=16"
   arm G2RPO_long_cosine "$g2rpo lr_schedule=cosine iterations=96 eval_every=8"
-  # What holds back hacking: rates that fall, or a KL term to the base?
+  # Does a decaying rate or a KL term to the base reduce hacking?
   arm MixGRPO_cosine "$mix lr_schedule=cosine $mix_long"
   arm MixGRPO_4_cosine "$mix4 lr_schedule=cosine $mix_long"
   arm MixGRPO_random "$mix window_order=random $mix_long"
@@ -201,12 +201,12 @@ single)
   arm L2_kl "$g2rpo granularities=[2] kl_beta=0.1 iterations=192 eval_every=16"
   compare 0,1,2 'rewards={tiny_preference=1.0}' 'eval_rewards=["tiny_clip","verifier","verifier_strict"]'
   ;;
-lambda)  # rates fall to 0, since arms of more updates would be judged by a rate that is too high for them
+lambda)  # rates decay to 0, because a constant rate would be too high for arms with more updates
   falling="lr_schedule=cosine"
   arm L1 "$one $falling $one_long"
   arm L123 "$g2rpo $falling $g2rpo_long"
   for set in 2 3 1,2 1,3; do
-    case $set in  # as many iterations as 184,000 forwards allow
+    case $set in  # iterations for 184,000 forwards
     2) n=96 ;; 3) n=138 ;; 1,2) n=43 ;; 1,3) n=49 ;;
     esac
     arm "L${set/,/}" "$g2rpo $falling granularities=[$set] iterations=$n eval_every=10"
@@ -214,7 +214,7 @@ lambda)  # rates fall to 0, since arms of more updates would be judged by a rate
   arm L3_lr1e-5 "$g2rpo granularities=[3] $falling lr=1e-5 iterations=138 eval_every=10"
   arm L123_paper_tails "$g2rpo $falling iterations=33 eval_every=5 tail_rule=paper"
   arm L1_G16 "$one group_size=16 $falling $g2rpo_long"
-  # A mean over granularities is a sum with weights of a third: fewer advantages reach the clamp.
+  # A mean over granularities is a sum with weights of one third, so fewer advantages reach the clamp.
   arm L123_mean "$g2rpo $falling $g2rpo_long rewards={tiny_preference=0.3333,tiny_clip=0.3333}"
   for noise in antithetic orthogonal; do
     arm "L123_$noise" "$g2rpo $falling $g2rpo_long noise=$noise"
@@ -247,9 +247,9 @@ more)
   arm DanceGRPO_cosine "$dance lr=1e-5 $falling $dance_long"
   arm MixGRPO_cosine "$mix $falling $mix_long"
   arm MixGRPO_4_cosine "$mix4 $falling $mix_long"
-  # Rates that are at 0 after as many forwards, the update's counted, as L2_constant takes.
+  # The rates reach 0 after the forwards of L2_constant, including those of the update.
   arm MixGRPO_cosine_130 "$mix $falling iterations=130 eval_every=13 warmup_iterations=25"
-  # Windows at random places: in order, one stands on steps 5 to 7 from iteration 125 to 224.
+  # Random windows: in order, the window is at steps 5 to 7 from iteration 125 to 224.
   arm MixGRPO_random "$mix window_order=random $mix_long"
   arm MixGRPO_random_cosine "$mix window_order=random $falling $mix_long"
   arm MixGRPO_Flash_cosine "$mix flash=0.4 $falling $mix_long"
@@ -258,7 +258,7 @@ more)
   arm L1_1of5_P40 "$one steps_per_iteration=1 prompts_per_iteration=40 $one_long"
   arm L2_constant "$g2rpo granularities=[2] iterations=96 eval_every=8"
   arm L2_T16 "$g2rpo $falling granularities=[2] num_steps=16 train_steps=8 iterations=39 eval_every=5"
-  # A KL term to the base against tails that are too coarse.
+  # A KL term to the base, against the effect of tails that are too coarse.
   arm L3_kl "$g2rpo granularities=[3] kl_beta=0.1 iterations=138 eval_every=6"
   arm L3_kl_cosine "$g2rpo granularities=[3] kl_beta=0.1 $falling iterations=138 eval_every=6"
   arm L2_kl "$g2rpo granularities=[2] kl_beta=0.1 iterations=96 eval_every=8"

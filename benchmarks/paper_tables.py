@@ -1,11 +1,11 @@
-"""The paper's Table 1 in kind, from committed runs: every arm's last evaluation, mean over seeds.
+"""A table like the paper's Table 1 from committed runs: the last evaluation of each arm, averaged over seeds.
 
     python benchmarks/paper_tables.py results/compare/joint [--at compute]
 
-Rows: the base (evaluations before training), then a row an arm: mean ± standard error over seeds of each
-evaluated reward; the share of advantages at the clamp and the rank correlation of granularities, as means
-over iterations. --at nfe, compute or seconds takes each run where the cheapest run ended on that axis, by
-linear interpolation, instead of at its own end.
+The first row is the base (evaluations before training), followed by one row per arm: mean ± standard error
+over seeds of each evaluated reward, and the share of clamped advantages and the rank correlation of
+granularities as means over iterations. With --at nfe, compute or seconds, runs are compared where the
+cheapest one ended on that axis, by linear interpolation, instead of at their own ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from g2rpo.run.metrics import read_metrics
 
 
 def cell(values: list[float]) -> str:
-    found = stat([value for value in values if value == value])
-    return f"{found.mean:.4f} ± {found.se:.4f}" if found.n else "–"
+    """Formats the mean ± standard error of the values that are not NaN."""
+    summary = stat([value for value in values if value == value])
+    return f"{summary.mean:.4f} ± {summary.se:.4f}" if summary.n else "–"
 
 
 def mean_of(lines: list[dict[str, Any]], name: str) -> list[float]:
+    """Returns the mean of a metric over iterations; empty if no line has it."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return [sum(values) / len(values)] if values else []
 
@@ -42,30 +44,32 @@ def main() -> None:
         raise SystemExit(f"{given.stage} holds no ARM/SEED/metrics.jsonl")
     curves = {arm: [curves_of(lines) for lines in runs] for arm, runs in arms.items()}
     names = sorted(
-        {name for runs in curves.values() for one in runs for name in one if name.startswith("eval/")}
+        {name for runs in curves.values() for run in runs for name in run if name.startswith("eval/")}
     )
     end = None
     if given.at:
-        every = [[one[name] for one in runs for name in names if name in one] for runs in curves.values()]
-        end = common_end(every, given.at)
+        all_curves = [
+            [run[name] for run in runs for name in names if name in run] for runs in curves.values()
+        ]
+        end = common_end(all_curves, given.at)
         print(f"at {end:,.0f} ({given.at})\n")
 
     def value(curve: Curve) -> float:
         return float(curve.y[-1]) if end is None else curve.at(given.at, end)
 
-    heads = [
+    headers = [
         "arm",
         "seeds",
         *(name.removeprefix("eval/") for name in names),
         "at the clamp",
         "rank correlation",
     ]
-    print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
-    first = [one for runs in curves.values() for one in runs]
-    base = [f"{stat([float(one[name].y[0]) for one in first if name in one]).mean:.4f}" for name in names]
+    print("| " + " | ".join(headers) + " |\n|" + " --- |" * len(headers))
+    all_runs = [run for runs in curves.values() for run in runs]
+    base = [f"{stat([float(run[name].y[0]) for run in all_runs if name in run]).mean:.4f}" for name in names]
     print("| base | | " + " | ".join(base) + " | | |")
     for arm, runs in curves.items():
-        cells = [cell([value(one[name]) for one in runs if name in one]) for name in names]
+        cells = [cell([value(run[name]) for run in runs if name in run]) for name in names]
         for extra in ("advantage_clipped", "granularity_rank_correlation"):
             shares = [share for lines in arms[arm] for share in mean_of(lines, extra)]
             cells.append(f"{stat(shares).mean:.2f}" if shares else "")

@@ -1,12 +1,12 @@
-"""One process of a run on many GPUs, alone on one GPU: its memory and its time without communication.
+"""Runs one process of a multi-GPU run on a single GPU, to measure memory and time without communication.
 
     python benchmarks/rank_of_many.py 4 --memory 78 flux_hps model=random:flux-dev \\
         'rewards={colourfulness=1.0}' prompts=world:train prompts_per_iteration=4 iterations=2 out=/tmp/rank
 
-The real run, but for its communication: the process group is torch's fake one, gathering repeats the own
-shard (so a gathered weight holds the first quarter of its rows four times, finite and of the right size),
-reducing takes the own part; nothing is saved or drawn. What it allocates is what rank 0 allocates; NCCL's own
-buffers (about 1 GB) are not in it. --memory makes a larger card refuse what a smaller one would.
+This is the real run with a fake process group: an all-gather repeats the shard of this process (so a gathered
+weight contains the same rows several times, finite and of the right size), a reduce-scatter returns the part
+of this process, and nothing is saved or evaluated. Memory is that of rank 0 without the buffers of NCCL
+(about 1 GB). With --memory, a larger GPU refuses what a smaller one would.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def main() -> None:
     parser.add_argument("processes", type=int)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--memory", type=float, help="GB that this process may take")
+    parser.add_argument("--memory", type=float, help="memory limit of this process in GB")
     given = parser.parse_intermixed_args()
     settings = load_settings(given.recipe, given.overrides)
     if resolve_device(settings.device).type == "cuda" and given.memory is not None:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(given.memory * 1e9 / whole)
+        total_memory = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(given.memory * 1e9 / total_memory)
     pretend(given.processes)
     from g2rpo.training.trainer import Trainer
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def pretend(processes: int) -> None:
-    """This process is rank 0 of `processes`; the others are its echo."""
+    """Makes this process rank 0 of `processes`, whose other ranks return what this one sends."""
     os.environ |= {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
 

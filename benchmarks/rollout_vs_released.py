@@ -1,18 +1,20 @@
-"""One prompt's rollout as the released G2RPO code does it and as g2rpo does, in one run on the same GPUs.
+"""Compares the rollout of one prompt in the released G2RPO code and in g2rpo, in one run on the same GPUs.
 
     torchrun --nproc-per-node 4 benchmarks/rollout_vs_released.py --out results/rollout.json
 
-FLUX.1-dev's size with random weights, 720 x 720, T = 16, K = 8, G = 12, strides 1, 2, 3, a prompt a GPU.
+The size of FLUX.1-dev with random weights, 720 x 720, T = 16, K = 8, G = 12, strides 1, 2, 3, one prompt per
+GPU.
 
-    released   what its code does (written anew here): FSDP1 FULL_SHARD, float32 parameters under autocast,
-               one sample a forward; every SDE step evaluates the policy again, every stride walks its whole
-               tail; images decoded in tiles, one by one. It is measured for --released-steps and
-               --released-members and scaled by its number of evaluations and images: 2,188 and 289.
+    released   the released procedure, rewritten here: FSDP1 FULL_SHARD, float32 parameters under autocast,
+               one sample per forward; every SDE step evaluates the policy again, tails share nothing, and
+               images are decoded in tiles, one by one. It is measured for --released-steps and
+               --released-members, and scaled to all 2,188 evaluations and 289 images.
     ours       FSDP2, weights resident in bfloat16, blocks and decoder compiled, shared evaluations: 1,708
-               forwards in batches of --rollout-batch; the whole rollout, after one that compiles.
+               forwards in batches of --rollout-batch. It is measured completely, after one that compiles.
     float8     the same with tails_precision = "float8".
 
-MFU: model FLOPs (torch's counter) of the counted forwards over time and this GPU's measured bf16 matmul rate.
+MFU is the model FLOPs (torch's counter) of the counted forwards per second over the measured bf16 matmul
+rate.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 from itertools import pairwise
@@ -55,6 +58,7 @@ PAPER_PROMPTS = 16 * 300  # prompts of the paper's run: 16 GPUs, 300 iterations
 
 
 def main() -> None:
+    """Runs the benchmark."""
     given = arguments()
     device = resolve_device(given.device)
     start_processes(device)
@@ -87,6 +91,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="random:flux-dev")
     parser.add_argument("--resolution", type=int, default=720)
@@ -103,12 +108,13 @@ def arguments() -> argparse.Namespace:
 
 
 def say(line: str) -> None:
+    """Prints a line on rank 0."""
     if rank() == 0:
         print(line, flush=True)
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
-    """bf16 matrix products on random data, TFLOP/s: the median of 20."""
+    """Measures the rate of bf16 matrix products on random data in TFLOP/s: the median of 20."""
     size = size if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
@@ -122,11 +128,12 @@ def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
 
 
 def wait(device: torch.device) -> None:
+    """Waits until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def told(
+def figures_of(
     given: argparse.Namespace,
     results: dict[str, Any],
     device: torch.device,
@@ -136,11 +143,13 @@ def told(
     images: int,
     useful: int,
 ) -> dict[str, float]:
-    """Figures of one prompt: the slowest process counts.
+    """Computes the figures of one prompt, with the times of the slowest process.
 
     Args:
-        forwards, decode: seconds, scoring with the decoding.
-        nfe: evaluations done. useful: of these, the ones that the result needs (each different one once).
+        forwards, decode: seconds; decoding includes scoring.
+        nfe: number of evaluations.
+        images: number of images.
+        useful: number of distinct evaluations, which the result needs.
     """
     forwards, decode = (max(gathered(value)) for value in (forwards, decode))
     total = forwards + decode
@@ -166,7 +175,7 @@ def told(
 
 @torch.no_grad()
 def released(given: argparse.Namespace, device: torch.device, results: dict[str, Any]) -> dict[str, Any]:
-    """Measured in part, scaled by counted evaluations."""
+    """Measures a part of the released procedure and scales it by the number of evaluations."""
     policy = load_policy(
         given.model, device=device, resolution=given.resolution, precision="bfloat16", lora_rank=1
     )
@@ -178,7 +187,7 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
     gc.collect()
     vae.enable_tiling()
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default, which our policy switches off
+        torch.backends.cuda.enable_cudnn_sdp(True)  # the default of torch, which our policy disables
     network = released_network(config, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -199,31 +208,10 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
     sigmas = shifted_sigmas(NUM_STEPS, SHIFT)
     x = torch.randn(1, *shape, device=device)
     velocity(x, sigmas[:1].to(device))  # warm up
-    steps, granularities = given.released_steps, (1, 2, 3)
     wait(device)
     barrier()
     began = time.perf_counter()
-    nfe, images = 0, []
-    states = []
-    for step in range(NUM_STEPS):  # the anchor
-        states.append(x)
-        v = velocity(x, sigmas[step : step + 1].to(device))
-        x = x + v * (sigmas[step + 1] - sigmas[step])
-        nfe += 1
-    for _ in range(given.released_members):
-        for step in steps:
-            v = velocity(states[step], sigmas[step : step + 1].to(device))
-            mean, std = transition("flow", states[step], v, sigmas, step, ETA)
-            noisy = mean + std * torch.randn_like(mean)
-            nfe += 1
-            for stride in granularities:
-                y = noisy
-                positions = tail(NUM_STEPS, step + 1, stride, "released")
-                for position, following in pairwise(positions):
-                    v = velocity(y, sigmas[position : position + 1].to(device))
-                    y = y + v * (sigmas[following] - sigmas[position])
-                    nfe += 1
-                images.append(y)
+    nfe, images = released_rollout(velocity, x, sigmas, given)
     wait(device)
     forwards = time.perf_counter() - began
     reward = load_rewards(["colourfulness"], device)["colourfulness"]
@@ -239,7 +227,7 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
         1 + sum(len(positions) - 1 for positions in branch.tails) for branch in plan.branches
     )
     num_images = 3 * given.train_steps * given.group_size + 1
-    figures = told(
+    figures = figures_of(
         given,
         results,
         device,
@@ -252,8 +240,39 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
     return figures | {"measured_nfe": nfe, "measured_images": len(images), "scaled": every / nfe}
 
 
+def released_rollout(
+    velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, given: argparse.Namespace
+) -> tuple[int, list[Tensor]]:
+    """Explores from the noise `x` [1, L, C] without sharing any evaluation.
+
+    Returns:
+        The number of evaluations and the latents of the images, [1, L, C] each.
+    """
+    nfe, images, states = 0, [], []
+    for step in range(NUM_STEPS):  # the anchor
+        states.append(x)
+        v = velocity(x, sigmas[step : step + 1].to(x.device))
+        x = x + v * (sigmas[step + 1] - sigmas[step])
+        nfe += 1
+    for _ in range(given.released_members):
+        for step in given.released_steps:
+            v = velocity(states[step], sigmas[step : step + 1].to(x.device))
+            mean, std = transition("flow", states[step], v, sigmas, step, ETA)
+            noisy = mean + std * torch.randn_like(mean)
+            nfe += 1
+            for stride in (1, 2, 3):
+                y = noisy
+                positions = tail(NUM_STEPS, step + 1, stride, "released")
+                for position, following in pairwise(positions):
+                    v = velocity(y, sigmas[position : position + 1].to(x.device))
+                    y = y + v * (sigmas[following] - sigmas[position])
+                    nfe += 1
+                images.append(y)
+    return nfe, images
+
+
 def released_network(config: dict[str, Any], device: torch.device) -> nn.Module:
-    """FSDP1, FULL_SHARD, float32 parameters, a unit a block; made in place, without 48 GB on the host."""
+    """Creates the network in FSDP1 with FULL_SHARD and float32 parameters, without 48 GB on the host."""
     from diffusers import FluxTransformer2DModel
     from diffusers.models.transformers.transformer_flux import (
         FluxSingleTransformerBlock,
@@ -273,7 +292,7 @@ def released_network(config: dict[str, Any], device: torch.device) -> nn.Module:
 
     with torch.device("meta"):
         module = FluxTransformer2DModel.from_config(config).eval()
-    if world_size() == 1 or device.type == "cpu":  # nothing to shard with: one GPU takes it whole
+    if world_size() == 1 or device.type == "cpu":  # nothing to shard
         for part in module.modules():
             fill(part)
         return module
@@ -294,7 +313,7 @@ def released_network(config: dict[str, Any], device: torch.device) -> nn.Module:
 def ours(
     given: argparse.Namespace, device: torch.device, results: dict[str, Any], low: bool
 ) -> dict[str, Any]:
-    """A whole rollout of the package, after one that compiles; and the same alone on one GPU of them."""
+    """Measures a rollout of the package after one that compiles, and the speed per GPU against one GPU."""
     began = time.perf_counter()
     policy = load_policy(
         given.model,
@@ -339,12 +358,12 @@ def ours(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         barrier()
-        alone = rollout(few)[1] if rank() == 0 else {}
+        single = rollout(few)[1] if rank() == 0 else {}
         barrier()
         together = rollout(few)[1]
         barrier()
         samples, seconds = rollout(given.train_steps)
-    figures = told(
+    figures = figures_of(
         given,
         results,
         device,
@@ -354,7 +373,9 @@ def ours(
         samples.latents[:, 0, :, 0, 0].numel() + 1,
         samples.nfe["total"],
     )
-    speed = [max(gathered(told["tails"])) if told else 0.0 for told in (alone or {"tails": 0.0}, together)]
+    speed = [
+        max(gathered(timing["tails"])) if timing else 0.0 for timing in (single or {"tails": 0.0}, together)
+    ]
     return figures | {
         "seconds_load": loaded,
         "seconds_first_rollout": warm,
@@ -365,7 +386,7 @@ def ours(
 
 
 def num_graphs() -> int:
-    """Graphs that torch.compile has made so far, by its own count."""
+    """Returns the number of graphs that torch.compile has created so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

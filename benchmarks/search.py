@@ -1,12 +1,11 @@
-"""A small search: the same recipe with every combination of some settings, over seeds.
+"""A grid search: one recipe with every combination of some settings, over seeds.
 
     python benchmarks/search.py tiny lr=3e-5,6e-5 eta=0.4,0.7 --seeds 0 1 2 --workers 8 --out /tmp/search
 
-A setting with several values (comma-separated; lists in brackets stay whole) is searched, one with a single
-value is set for all. Every run is an ordinary `g2rpo train`; the table says what its comparison of before and
-after found: differences of the trained rewards and of the judges in the base's standard deviations, as mean
-over seeds and smallest seed. `--out` keeps the run folders and results.json; runs that are there are not run
-again.
+Settings with several comma-separated values are searched (a list in brackets is one value); the others apply
+to all runs. Every run is an ordinary `g2rpo train`. The table contains the changes of all rewards by the
+training, in standard deviations of the base: the mean over seeds and the smallest. `--out` keeps the run
+folders and results.json; existing runs are not repeated.
 """
 
 import argparse
@@ -25,6 +24,7 @@ COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not inside brackets or braces
 
 
 def combinations(overrides: list[str]) -> list[dict[str, str]]:
+    """Returns the settings of every combination of values."""
     pairs = [override.split("=", 1) for override in overrides]
     for pair in pairs:
         if len(pair) != 2:
@@ -34,6 +34,7 @@ def combinations(overrides: list[str]) -> list[dict[str, str]]:
 
 
 def run(recipe: str, overrides: dict[str, str], seed: int, out: str, threads: int) -> list[dict]:
+    """Trains, or reads a finished run, and returns the changes of the rewards."""
     import torch
 
     from g2rpo.config.load import load_settings
@@ -51,16 +52,17 @@ def run(recipe: str, overrides: dict[str, str], seed: int, out: str, threads: in
 
 
 def row(name: str, runs: list[list[dict]]) -> str:
+    """Formats the changes of the runs of all seeds as a row of the table."""
     cells = []
     for first in runs[0]:
         same = [
-            c
-            for one in runs
-            for c in one
-            if (c["pictures"], c["reward"]) == (first["pictures"], first["reward"])
+            change
+            for changes in runs
+            for change in changes
+            if (change["pictures"], change["reward"]) == (first["pictures"], first["reward"])
         ]
-        gains = [c["difference"] / max(c["base_std"], 1e-12) for c in same]
-        errors = [c["difference"] / max(c["difference_se"], 1e-12) for c in same]
+        gains = [change["difference"] / max(change["base_std"], 1e-12) for change in same]
+        errors = [change["difference"] / max(change["difference_se"], 1e-12) for change in same]
         cells.append(f"{sum(gains) / len(gains):+.2f} (min {min(gains):+.2f}, {min(errors):+.1f} SE)")
     return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
 
@@ -74,24 +76,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument(
-        "--threads", type=int, default=0, help="of one worker; 0 = an equal share of the cores"
+        "--threads", type=int, default=0, help="threads per worker; 0 = an equal share of the cores"
     )
     parser.add_argument("--out", required=True)
     given = parser.parse_args()
-    found = combinations(given.settings)
+    settings = combinations(given.settings)
     threads = given.threads or max(1, (os.cpu_count() or 1) // given.workers)
-    varied = [key for key in found[0] if len({str(one[key]) for one in found}) > 1]
-    names = [" ".join(f"{key}={one[key]}" for key in varied) or given.recipe for one in found]
+    varied = [key for key in settings[0] if len({str(choice[key]) for choice in settings}) > 1]
+    names = [" ".join(f"{key}={choice[key]}" for key in varied) or given.recipe for choice in settings]
     results: dict[str, dict[int, list[dict]]] = {}
     Path(given.out).mkdir(parents=True, exist_ok=True)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.workers, mp_context=spawn) as pool:
         jobs = {}
-        for seed in given.seeds:  # all settings get one seed before any gets the next
-            for name, one in zip(names, found, strict=True):
-                every = hashlib.sha256(json.dumps([given.recipe, one]).encode()).hexdigest()[:8]
-                folder = str(Path(given.out) / re.sub(r"[^\w.=-]+", "_", f"{name}_{every}_seed{seed}"))
-                jobs[pool.submit(run, given.recipe, one, seed, folder, threads)] = (name, seed)
+        for seed in given.seeds:  # the first seed of all settings comes before the second of any
+            for name, choice in zip(names, settings, strict=True):
+                digest = hashlib.sha256(json.dumps([given.recipe, choice]).encode()).hexdigest()[:8]
+                folder = str(Path(given.out) / re.sub(r"[^\w.=-]+", "_", f"{name}_{digest}_seed{seed}"))
+                jobs[pool.submit(run, given.recipe, choice, seed, folder, threads)] = (name, seed)
         for job in as_completed(jobs):
             name, seed = jobs[job]
             try:
@@ -103,8 +105,11 @@ def main() -> None:
             print(row(f"{name} seed {seed}", [results[name][seed]]), flush=True)
     if not results:
         raise SystemExit("no run ended well")
-    heads = [f"{c['reward']}, {c['pictures']}" for c in next(iter(next(iter(results.values())).values()))]
-    print("\n| settings | seeds | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2))
+    headers = [
+        f"{change['reward']}, {change['pictures']}"
+        for change in next(iter(next(iter(results.values())).values()))
+    ]
+    print("\n| settings | seeds | " + " | ".join(headers) + " |\n|" + " --- |" * (len(headers) + 2))
     for name in names:
         if name in results:
             print(row(name, list(results[name].values())))

@@ -1,4 +1,4 @@
-"""The arms of gradient_signal.py: methods, groups and their noise, granularity as a control variate."""
+"""The arms of gradient_signal.py: methods, group sizes, noise, and granularity as a control variate."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ PLAIN, REFERENCE = "singular {1}", "reference"
 class Arm:
     """A method, its group size G and the noise of its groups.
 
-    `fine`: granularity as a control variate. All members have the coarse tail, the last of two granularities,
-    only so many the fine one, the first. (Here all have both and the rest is not looked at: same numbers.)
+    With `fine` > 0, granularity is a control variate: all members have the coarse tail, the last of two
+    granularities, and `fine` of them also the fine one, the first. (This script computes both for all members
+    and ignores the others, which gives the same numbers.)
     """
 
     algorithm: Algorithm
@@ -41,7 +42,7 @@ class Arm:
         return controlled_nfe(self.plan, self.group_size, self.fine)
 
     def advantages(self, groups: list[Rollout], weights: list[float]) -> list[Tensor]:
-        """[K, G] of each group."""
+        """Computes the advantages [K, G] of each group."""
         if not self.fine:
             return advantages_of(groups, self.algorithm, weights)
         r = weights.index(1.0)
@@ -49,33 +50,33 @@ class Arm:
 
 
 def controlled_nfe(plan: Plan, group_size: int, fine: int) -> dict[str, int]:
-    """As Plan.nfe, without the fine tails of all members but `fine`; 0: all have theirs."""
-    told = plan.nfe(group_size)
+    """Counts forwards like Plan.nfe, with fine tails of only `fine` members; 0 is all members."""
+    nfe = plan.nfe(group_size)
     if fine:
         coarse = replace(plan, branches=tuple(replace(b, tails=b.tails[1:]) for b in plan.branches))
-        told["total"] -= (group_size - fine) * (plan.nfe(1)["tails"] - coarse.nfe(1)["tails"])
-    return told
+        nfe["total"] -= (group_size - fine) * (plan.nfe(1)["tails"] - coarse.nfe(1)["tails"])
+    return nfe
 
 
 def controlled(rewards: Tensor, fine: int, share: float = 0.7) -> Tensor:
-    """Advantages [K, G] from rewards [K, 2, G], fine and coarse; the fine ones of `fine` members count.
+    """Computes advantages [K, G] from rewards [K, 2, G], fine and coarse, using `fine` of the fine ones.
 
-    With z standardised, A = share z_coarse for all, plus G / fine (z_fine - share z_coarse) for those few. In
-    the mean over members that is the fine advantage's gradient, with least variance where `share` is the
-    correlation of the two.
+    With z standardised, A = share z_coarse for all members, plus G / fine (z_fine - share z_coarse) for
+    `fine` of them. In the mean over members this is the gradient of the fine advantage, with the least
+    variance if `share` is the correlation of both.
     """
     size = rewards.shape[-1]
     few, coarse = rewards[:, 0, :fine], rewards[:, 1]
     z = (coarse - coarse.mean(-1, keepdim=True)) / coarse.std(-1, keepdim=True).clamp(min=1e-8)
     scale = few.std(-1, keepdim=True).clamp(min=1e-8)
     centre = few.mean(-1, keepdim=True) - share * scale * z[:, :fine].mean(-1, keepdim=True)
-    told = share * z
-    told[:, :fine] += size / fine * ((few - centre) / scale - share * z[:, :fine])
-    return told
+    advantages = share * z
+    advantages[:, :fine] += size / fine * ((few - centre) / scale - share * z[:, :fine])
+    return advantages
 
 
 def make_arms(reference_size: int) -> dict[str, Arm]:
-    """The arms; dance_grpo's optimizer steps become one, for one gradient."""
+    """Creates the arms; dance_grpo takes one optimizer step, to have one gradient."""
 
     def singular(*granularities: int, **other: Any) -> Arm:
         return Arm(g2rpo(num_steps=T, train_steps=STEPS, granularities=granularities), **other)

@@ -1,9 +1,10 @@
-"""The paper's Table 4 in kind: what `g2rpo evaluate` found in several numbers of steps, as a mean over seeds.
+"""A table like the paper's Table 4: results of `g2rpo evaluate` by number of steps, averaged over seeds.
 
     python benchmarks/steps_table.py results/compare/joint_steps
 
-Models are labelled ARM.SEED, or ARM for one seed. For each number of steps and each reward: the base, then
-an arm's gain over it, the mean over seeds ± its standard error; of one seed, with its bootstrap interval.
+Models are labelled ARM.SEED, or ARM for a single seed. For each number of steps and each reward, the table
+has the base and the gain of each arm: mean ± standard error over seeds, or the bootstrap interval of a single
+seed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from g2rpo.comparison.curves import stat
 
 
 def gain(differences: list[dict[str, Any]]) -> str:
-    """Of one arm, from `evaluate`'s paired differences, a seed each."""
+    """Formats the gain of an arm from the paired differences of its seeds."""
     if len(differences) == 1:
-        one = differences[0]
-        return f"{one['mean']:+.4f} [{one['low']:.4f}, {one['high']:.4f}]"
-    found = stat([one["mean"] for one in differences])
-    return f"{found.mean:+.4f} ± {found.se:.4f}"
+        difference = differences[0]
+        return f"{difference['mean']:+.4f} [{difference['low']:.4f}, {difference['high']:.4f}]"
+    summary = stat([difference["mean"] for difference in differences])
+    return f"{summary.mean:+.4f} ± {summary.se:.4f}"
 
 
 def main() -> None:
@@ -32,19 +33,19 @@ def main() -> None:
     )
     parser.add_argument("evaluated", type=Path, help="OUT of g2rpo evaluate; its first model is the base")
     given = parser.parse_args()
-    found = json.loads((given.evaluated / "results.json").read_text(encoding="utf-8"))
-    base, *models = found["models"]
+    results = json.loads((given.evaluated / "results.json").read_text(encoding="utf-8"))
+    base, *models = results["models"]
     arms: dict[str, list[str]] = {}
     for label in models:
         arms.setdefault(re.sub(r"\.\d+$", "", label), []).append(label)
-    print("| steps | judge | base | " + " | ".join(f"{arm} ({len(of)})" for arm, of in arms.items()) + " |")
+    print("| steps | reward | base | " + " | ".join(f"{arm} ({len(of)})" for arm, of in arms.items()) + " |")
     print("| --- " * (3 + len(arms)) + "|")
-    for steps, told in found["steps"].items():
-        for reward in told[base]:
+    for steps, by_label in results["steps"].items():
+        for reward in by_label[base]:
             cells = [
-                gain([told[label][reward]["difference"] for label in labels]) for labels in arms.values()
+                gain([by_label[label][reward]["difference"] for label in labels]) for labels in arms.values()
             ]
-            print(f"| {steps} | {reward} | {told[base][reward]['mean']:.4f} | {' | '.join(cells)} |")
+            print(f"| {steps} | {reward} | {by_label[base][reward]['mean']:.4f} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

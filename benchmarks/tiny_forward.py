@@ -1,7 +1,8 @@
-"""Times of the embedded model on this machine: `python benchmarks/tiny_forward.py --device cpu --threads 2`.
+"""Times the embedded model on this machine: `python benchmarks/tiny_forward.py --device cpu --threads 2`.
 
-Prints the forward by batch size, the decode, one picture of 16 steps, the scorers, and a training step. Each
-is the median of repeats after a warm-up; nothing is asserted, because a busy machine says nothing about code.
+Prints the times of a forward by batch size, a decode, an image of 16 steps, the scorers and a training step.
+Each is the median of repeats after a warm-up. Nothing is asserted, because times on a busy machine prove
+nothing.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; all if not given")
+    parser.add_argument("--threads", type=int, help="number of CPU threads; default: all")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     given = parser.parse_args()
@@ -54,7 +55,7 @@ def main() -> None:
         return noise.to(device), policy.encode([PROMPT])[torch.zeros(num, dtype=torch.long)]
 
     def say(what: str, ms: float, num: int = 1) -> None:
-        print(f"{what:<32}{ms:10.1f} ms {ms / num:10.2f} ms an image", flush=True)
+        print(f"{what:<32}{ms:10.1f} ms {ms / num:10.2f} ms per image", flush=True)
 
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} CPU threads, float32")
     for num in given.batches:
@@ -72,15 +73,15 @@ def main() -> None:
     x, cond = rows(1)
 
     @torch.no_grad()
-    def picture() -> torch.Tensor:
+    def sample_image() -> torch.Tensor:
         state = x
         for step in range(NUM_STEPS):
             velocity = policy.velocity(state, sigmas[step].expand(1), cond)
             state = state + velocity * (sigmas[step + 1] - sigmas[step])
         return policy.decode(state)
 
-    say(f"picture, {NUM_STEPS} steps", median_ms(picture, device, given.repeats))
-    images = picture().repeat(16, 1, 1, 1)
+    say(f"image, {NUM_STEPS} steps", median_ms(sample_image, device, given.repeats))
+    images = sample_image().repeat(16, 1, 1, 1)
     for name, reward in load_rewards(["verifier", "tiny_clip", "tiny_preference"], device).items():
         say(
             f"{name}, batch 16",

@@ -1,8 +1,9 @@
 """Makes `tiny@g2rpo` from fully tuned weights: `python benchmarks/tuned_lora.py WEIGHTS --rank 32`.
 
-The change of every linear layer, cut to its largest singular values, as a LoRA in diffusers' layout; changes
-of biases and norms are dropped. Prints what base, tuned weights and LoRA score on unseen prompts, with equal
-seeds. WEIGHTS: a run folder, or a .safetensors of the transformer.
+The change of every linear layer is truncated to its largest singular values and saved as a LoRA in the layout
+of diffusers; changes of biases and norms are dropped. The script prints the scores of the base, the tuned
+weights and the LoRA on unseen prompts with equal seeds. WEIGHTS is a run folder, or a .safetensors of the
+transformer.
 """
 
 import argparse
@@ -23,7 +24,7 @@ NAMES = ("tiny_preference", "tiny_clip", "verifier", "verifier_strict")
 
 
 def low_rank(base: nn.Module, tuned: nn.Module, rank: int) -> dict[str, Tensor]:
-    """lora_A [rank, in] and lora_B [out, rank] of every linear layer: B A is the best fit of its change."""
+    """Computes lora_A [rank, in] and lora_B [out, rank] of every linear layer; B A best fits its change."""
     layers = dict(tuned.named_modules())
     adapters = {}
     for name, layer in base.named_modules():

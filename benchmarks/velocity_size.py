@@ -1,4 +1,4 @@
-"""How large a model's velocity is at each step of its own path: the root mean square, over held-out prompts.
+"""Measures the root mean square of a model's velocity at each step of its own path, over held-out prompts.
 
     python benchmarks/velocity_size.py tiny exported --steps 10 --shift 3 --prompts 64
 
@@ -42,8 +42,8 @@ def main() -> None:
             v = policy.velocity(x, sigmas[step].expand(len(x)), cond)
             sizes.append(float(v.square().mean().sqrt()))
             x = x + v * (sigmas[step + 1] - sigmas[step])
-        told = " ".join(f"{size:.2f}" for size in sizes)
-        print(f"{name}: velocity {told}; latents at the end {float(x.square().mean().sqrt()):.2f}")
+        text = " ".join(f"{size:.2f}" for size in sizes)
+        print(f"{name}: velocity {text}; latents at the end {float(x.square().mean().sqrt()):.2f}")
 
 
 if __name__ == "__main__":

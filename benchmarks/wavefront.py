@@ -2,12 +2,12 @@
 
     python benchmarks/wavefront.py --out results/performance/wavefront_cpu.json
 
-One prompt at the paper's settings (T = 16, K = 8, G = 12, strides 1, 2, 3), pictures decoded, float32.
+One prompt at the paper's settings (T = 16, K = 8, G = 12, strides 1, 2, 3), with decoded images, in float32.
 
-    naive        one sample a forward, every tail walked whole, pictures decoded one by one: 2,188 forwards
+    naive        one sample per forward, nothing shared, images decoded one by one: 2,188 forwards
     batch of n   the package: 1,708 forwards, n samples at a time
 
-The images' latents must agree to 1e-5 of the largest latent (told), else the comparison ends.
+The latents of the images must agree to 1e-5 of the largest latent; otherwise the comparison stops.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def main() -> None:
         )
         assert samples.anchor_latents is not None
         fast = torch.cat([samples.latents[:, 0].flatten(0, 1), samples.anchor_latents])
-        for some in fast.split(batch):
-            policy.decode(some)
+        for part in fast.split(batch):
+            policy.decode(part)
         name = f"batch of {batch}"
         seconds[name] = time.perf_counter() - began
         counts[name] = samples.nfe["total"]
@@ -83,11 +83,13 @@ def main() -> None:
     print(f"{given.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| rollout | forwards | seconds | naive / it | largest difference |")
     print("| --- | --- | --- | --- | --- |")
-    for name, took in seconds.items():
-        off = f"{differences[name]:.0e}" if name in differences else ""
-        print(f"| {name} | {counts[name]:,} | {took:.1f} | {seconds['naive'] / took:.2f} | {off} |")
+    for name, elapsed in seconds.items():
+        difference = f"{differences[name]:.0e}" if name in differences else ""
+        print(
+            f"| {name} | {counts[name]:,} | {elapsed:.1f} | {seconds['naive'] / elapsed:.2f} | {difference} |"
+        )
     if given.out is not None:
-        told = {
+        report = {
             "date": str(date.today()),
             "device": given.device,
             "threads": torch.get_num_threads(),
@@ -97,12 +99,12 @@ def main() -> None:
             "differences": differences,
         }
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 @torch.no_grad()
 def naive(policy: Policy, group_size: int, sigmas: Tensor) -> tuple[Tensor, int]:
-    """Images [8 steps * 3 strides * G + 1, L, C] in the package's order, and the forwards they took."""
+    """Returns latents [8 steps * 3 strides * G + 1, L, C] in the package's order, and the forwards."""
     plan, cond, forwards = Singular().plan(NUM_STEPS, 0, 0), policy.encode([PROMPT]), 0
 
     def velocity(x: Tensor, position: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A reward behind HTTP in 30 lines: put your model into `score`, then `python http_reward_server.py 8765`."""
+"""A reward server in 30 lines: put your model into `score`, then run `python http_reward_server.py 8765`."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from PIL import Image, ImageStat
 
 
 def score(image, prompt, metadata):
-    """A number, or None where this picture cannot be judged. Here: its brightness, 0 to 1."""
+    """Returns the score, or None if the image has none. Here: its brightness, 0 to 1."""
     return ImageStat.Stat(image.convert("L")).mean[0] / 255
 
 
@@ -19,9 +19,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"ready": True})  # g2rpo asks once, when it starts
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        images = [Image.open(io.BytesIO(base64.b64decode(text))) for text in asked["images"]]
-        samples = zip(images, asked["prompts"], asked["metadata"], strict=True)
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        images = [Image.open(io.BytesIO(base64.b64decode(text))) for text in request["images"]]
+        samples = zip(images, request["prompts"], request["metadata"], strict=True)
         self.answer({"scores": [score(*sample) for sample in samples]})
 
     def answer(self, content):
@@ -34,5 +34,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    ThreadingHTTPServer.request_queue_size = 64  # callers that may wait for their turn
+    ThreadingHTTPServer.request_queue_size = 64  # connections that may wait
     ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()

@@ -1,11 +1,11 @@
-"""G2RPO: training flow models on preferences, with granular rewards at every noise step.
+"""G2RPO: alignment of flow-matching image models by reinforcement learning.
 
     import g2rpo
     print(g2rpo.plan("flux_lora_1gpu", prompts="world:train", gpu="H200").seconds)
     run = g2rpo.train("tiny", iterations=20, out="runs/first")
     print(g2rpo.evaluate(["tiny", run.out], "world:heldout", ["verifier"], limit=64).means)
 
-Importing the package imports none of its parts: torch and diffusers load where they are first needed.
+Importing the package loads none of its subpackages; torch and diffusers are imported when first needed.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,17 @@ __all__ = ["__version__", "evaluate", "plan", "train"]
 
 
 def train(recipe: "str | Path | None" = None, **overrides: Any) -> "Run":
-    """Trains as `g2rpo train RECIPE key=value ...` does.
+    """Trains a model, as `g2rpo train RECIPE key=value ...` does.
 
     Args:
-        recipe: path of a recipe or name of a shipped one; None = the embedded model's.
-        overrides: settings on top of the recipe (g2rpo.config.load.Settings lists them).
+        recipe: path of a recipe, or the name of a shipped one; None is `tiny`, for the embedded model.
+        overrides: settings that replace those of the recipe (g2rpo.config.settings.Settings lists them).
+
+    Returns:
+        The finished run: its folder, metrics and changes of the rewards.
 
     Raises:
-        ValueError: settings that do not fit, before any model is loaded.
+        ValueError: settings are invalid or contradict each other; raised before any model is loaded.
     """
     from g2rpo.config.load import load_settings
     from g2rpo.training.trainer import train
@@ -49,15 +52,18 @@ def plan(
     seconds_per_forward: float | None = None,
     **overrides: Any,
 ) -> "Costs":
-    """What `g2rpo plan RECIPE key=value ...` tells: forwards, images, memory, disk and times of a run.
+    """Computes the forwards, images, memory, disk and time of a run, as `g2rpo plan` does.
 
     Args:
-        recipe, overrides: as of `train`.
-        gpu: a kind of GPU in the table of measured times; None: this machine's. memory_gb: of one.
-        measured: load the model and time a few forwards here.
+        recipe, overrides: as for `train`.
+        num_processes: number of devices that share the groups of an iteration.
+        gpu: GPU in the table of measured times, such as "H200"; None is the GPU of this machine.
+        memory_gb: memory of a device in GB, to check what fits; None is that of this machine's GPU.
+        measured: load the model and the rewards, and time a few forwards on this machine.
+        seconds_per_forward: time per forward of one image on one device, instead of a measured one.
 
     Raises:
-        ValueError: settings that do not fit, or a GPU that the table does not hold.
+        ValueError: settings are invalid or contradict each other, or the table does not contain the GPU.
     """
     from g2rpo.config.load import load_settings
     from g2rpo.costs.estimate import plan_here
@@ -90,23 +96,26 @@ def evaluate(
     """Scores models on the same prompts and seeds, as `g2rpo evaluate` does.
 
     Args:
-        models: whatever `g2rpo sample` draws with; the first is what the others are compared with.
-        prompts: a file, world:NAME, or the prompts themselves. limit: at most so many of them.
-        rewards: names, or module:function. options: of rewards, NAME.KEY=VALUE.
-        steps: numbers of denoising steps, each an evaluation of its own.
-        guidance, resolution, precision: of all models; None: the first one's.
-        labels: names of the models in tables. out: folder of tables and pictures.
+        models: anything that `g2rpo sample` accepts; the others are compared with the first one.
+        prompts: path of a file, world:NAME, or the prompts themselves.
+        rewards: names, or module:function.
+        steps: numbers of denoising steps, each evaluated separately.
+        limit: largest number of prompts; None is all of them.
+        guidance, resolution, precision: conditions of all models; None is those of the first one.
+        options: options of rewards, as NAME.KEY=VALUE.
+        labels: names of the models in the tables.
+        out: folder of the tables and images.
         sampling: num_images, seed, shift, base, device and batch of `g2rpo.inference.sample.SampleRequest`.
 
     Raises:
-        ValueError: anything wrong with the arguments, before a model is loaded.
+        ValueError: an argument is wrong; raised before a model is loaded.
     """
     from g2rpo.data.prompts import as_prompts, read_prompts
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models
     from g2rpo.inference.sample import SampleRequest
 
-    found = read_prompts(prompts)[0] if isinstance(prompts, str) else as_prompts(prompts)
+    prompt_list = read_prompts(prompts)[0] if isinstance(prompts, str) else as_prompts(prompts)
     conditions = {"guidance": guidance, "resolution": resolution, "precision": precision}
-    request = SampleRequest(tuple(found[:limit]), tuple(steps), conditions=conditions, **sampling)
+    request = SampleRequest(tuple(prompt_list[:limit]), tuple(steps), conditions=conditions, **sampling)
     names = [str(model) for model in models]
     return evaluate_models(names, request, list(rewards), options=options, labels=labels, out=out)

@@ -1,1 +1,1 @@
-"""The commands: each one parses its arguments and calls the API."""
+"""The command line: each command parses its arguments, calls the API and prints the result."""

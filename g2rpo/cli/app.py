@@ -34,20 +34,26 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(g2rpo.__version__)
         raise typer.Exit
 
 
 @app.callback()
 def main(
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error arose.")] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show the Python traceback of an error.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Trains flow models on what people prefer (G2RPO, arXiv:2510.01982, and its relatives)."""
+    """Align flow-matching image models with preferences by reinforcement learning.
+
+    The methods are G2RPO (arXiv:2510.01982), MixGRPO, DanceGRPO and Flow-GRPO. For options and examples of a
+    command, use `g2rpo COMMAND --help`.
+    """
 
 
 for command in (train, plan, fetch, embed, sample, score, evaluate, gallery, compare, export, doctor):

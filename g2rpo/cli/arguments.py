@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    pass
-
-
 Device = Literal["auto", "cpu", "cuda"]
-
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 
-
 Recipe = Annotated[
     str | None,
-    typer.Argument(metavar="RECIPE", help="Path or name of a recipe; none: the embedded model's, `tiny`."),
+    typer.Argument(
+        metavar="RECIPE",
+        help="Path of a recipe, or the name of a shipped one. Default: `tiny`, for the embedded model.",
+    ),
 ]
 
-
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings on top (g2rpo/settings.py).")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe, such as lr=1e-5."),
+]
+
+RewardOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME.KEY=VALUE", help="Option of a reward. Repeat it for several options."),
 ]

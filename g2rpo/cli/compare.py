@@ -9,40 +9,57 @@ from typing import Annotated
 
 import typer
 
-from g2rpo.cli.console import folder_to_write, quiet_other_packages, show
+from g2rpo.cli.console import print_table, quiet_other_packages, writable_folder
 
 
 def compare(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RECIPE|KEY=VALUE", help="Recipes, an arm each; settings of all arms."),
+        typer.Argument(
+            metavar="RECIPE|KEY=VALUE", help="Recipes, each of which is one arm, and settings of all arms."
+        ),
     ] = None,
     arm: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="'NAME=RECIPE KEY=VALUE …'", help="An arm with settings of its own; may repeat."
+            metavar="'NAME=RECIPE KEY=VALUE …'",
+            help="An arm with settings of its own. Repeat it for several arms.",
         ),
     ] = None,
     vary: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=V1,V2", help="Every arm with each of these values; may repeat."),
+        typer.Option(
+            metavar="KEY=V1,V2", help="Train every arm with each of these values. Repeat it for several keys."
+        ),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Of each arm, with commas between.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Seeds of every arm, separated by commas.")] = "0,1,2",
     run: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A run that exists; the runs of a name are its seeds."),
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="A finished run to include. Runs with the same name count as seeds of one arm.",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("compared"),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; they share memory and cores.")] = 1,
-    smooth: Annotated[int, typer.Option(min=1, help="Training rewards are means of so many iterations.")] = 5,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Train nothing.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path("compared"),
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Runs trained at the same time. They share memory and cores.")
+    ] = 1,
+    smooth: Annotated[
+        int, typer.Option(min=1, help="Window of the moving average of training rewards, in iterations.")
+    ] = 5,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Train nothing and only write the report again.")
+    ] = False,
 ) -> None:
-    """Train methods side by side over seeds, and compare them at equal cost.
+    """Train methods over seeds, and compare them at equal cost.
 
-    Equal iterations, equal forwards and equal time, with error bars; when one method reaches another's best.
-    OUT/index.html is the page to look at, compare.md and compare.csv are the numbers, runs/ has ordinary run
-    folders. Settings of an arm win over those of all arms. What is finished is not trained again: after
-    Ctrl-C (exit code 130) or a failed run (exit code 1, the others go on) give the same command.
+    The report compares at equal iterations, equal forwards and equal time, with error bars. It also shows
+    when one method reaches the best value of another. OUT/index.html is the page to read, compare.md and
+    compare.csv contain the numbers, and runs/ contains ordinary run folders. Settings of an arm override
+    those of all arms.
+
+    Finished runs are not trained again. After Ctrl-C (exit code 130) or a failed run (exit code 1; the others
+    continue), run the same command to continue.
 
     \b
     Examples:
@@ -54,16 +71,16 @@ def compare(
     """
     from g2rpo.comparison.arms import read_arms, read_seeds
 
-    arms, numbers = read_arms(arm or (), words or (), vary or ()), read_seeds(seeds)
-    folder = folder_to_write(out, "--out")
-    sys.path.append(os.getcwd())  # as `python -m g2rpo` has it: my_file:score finds ./my_file.py
+    arms, seed_list = read_arms(arm or (), words or (), vary or ()), read_seeds(seeds)
+    folder = writable_folder(out, "--out")
+    sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that my_file:score finds ./my_file.py
     quiet_other_packages()
     from g2rpo.comparison.compare import compare as compare_arms
 
     done = compare_arms(
         folder,
         arms,
-        numbers,
+        seed_list,
         run or (),
         jobs=jobs,
         window=smooth,
@@ -73,17 +90,19 @@ def compare(
         prepare=quiet_other_packages,
     )
     if done.interrupted:
-        print("interrupted; the same command goes on")
+        print("interrupted; run the same command to continue")
         raise typer.Exit(130)
     if done.values:
-        rows: list[Sequence[str]] = []  # a measure stands above its arms: beside them 80 columns are too few
+        rows: list[
+            Sequence[str]
+        ] = []  # a metric has its own line above its arms: 80 columns are too few for both
         for name, table in done.values.items():
             rows += [(name, "", "", ""), *(("  " + row[0], *row[2:5]) for row in table.rows)]
-        show(("measure, arm", "final", "best", "final\n− first arm"), rows)
+        print_table(("metric, arm", "final", "best", "final\n− first arm"), rows)
     for title, reason in done.failed.items():
         print(f"failed: {title}: {reason}")
     if done.values:
         page = done.out / "index.html"
-        print(f"{page} shows the curves; compare.md and compare.csv beside it have the numbers")
+        print(f"{page} shows the curves; compare.md and compare.csv in the same folder contain the numbers")
     if done.failed:
         raise typer.Exit(1)

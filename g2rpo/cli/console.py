@@ -1,4 +1,4 @@
-"""What the commands share: words into settings and folders, errors and tables onto the terminal."""
+"""What the commands share: reading of arguments, error messages and tables."""
 
 import logging
 import math
@@ -15,7 +15,10 @@ from typer.core import TyperGroup
 
 
 class Commands(TyperGroup):
-    """Prints a ValueError as its message in red on stderr; `g2rpo --traceback COMMAND` shows its origin."""
+    """Prints the message of a ValueError in red on stderr and exits with code 2.
+
+    `g2rpo --traceback COMMAND` shows the traceback instead.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,9 +32,12 @@ class Commands(TyperGroup):
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """The two as given, but for `train lr=1e-5`, where no recipe is named and the first word is an override.
+    """Separates the recipe from the overrides: in `train lr=1e-5` the first argument is an override.
 
-    An override's name holds no slash: `runs/lr=1e-5/config.toml` is a path.
+    The key of an override contains no slash: `runs/lr=1e-5/config.toml` is a path.
+
+    Returns:
+        The recipe, None where the command names none, and the overrides.
     """
     name, equals, _ = (recipe or "").partition("=")
     if recipe is not None and equals and "/" not in name:
@@ -39,15 +45,19 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str] | None) ->
     return recipe, list(overrides or [])
 
 
-def folder_to_write(folder: Path, option: str) -> Path:
-    """`folder`, if it is one or can be made.
+def writable_folder(folder: Path, option: str) -> Path:
+    """Checks that `folder` is a writable folder or can be created; creates nothing.
+
+    Args:
+        folder: path that the user gave; `~` is expanded.
+        option: name of the option, for the message.
 
     Raises:
-        ValueError: a file in its place or on its way, or no permission.
+        ValueError: the path or one of its parents is a file, or is not writable.
     """
     folder = folder.expanduser()
     absolute = folder.absolute()
-    nearest = next(place for place in (absolute, *absolute.parents) if place.exists())
+    nearest = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not nearest.is_dir():
         raise ValueError(f"{option} {folder}: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -56,11 +66,11 @@ def folder_to_write(folder: Path, option: str) -> Path:
 
 
 def quiet_other_packages() -> None:
-    """Turns off what transformers and diffusers print while they load; errors, and downloads' bars, stay."""
-    # Read at their import; one that the user has set wins.
+    """Silences transformers and diffusers while they load, except for errors and the bars of downloads."""
+    # Both are read at import; a value that the user has set takes precedence.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    for name in ("torchao", "torch.utils._pytree"):  # of kernels that this machine cannot use
+    for name in ("torchao", "torch.utils._pytree"):  # warnings about kernels that this machine cannot use
         logging.getLogger(name).setLevel(logging.ERROR)
     import diffusers
     import transformers
@@ -68,30 +78,33 @@ def quiet_other_packages() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.disable_progress_bar()
-    enable_progress_bars()  # transformers turns the hub's off with its own; 24 GB should not come in silence
+    enable_progress_bars()  # transformers disables the hub's bars too; a download of 24 GB needs one
 
 
-def show(heads: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str] = ()) -> None:
-    """A table on stdout. A first cell that repeats the one above stays empty; no markup, no `:emoji:`.
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str] = ()) -> None:
+    """Prints a table on stdout, without markup. A first cell equal to the one above is left empty.
 
-    Where it is narrow, the first column wraps, the last, and those of `fold`: what stands between them stays
-    whole.
+    In a narrow terminal the first column, the last one and those named in `fold` wrap; the others do not.
     """
     table, above = Table(box=box.SIMPLE, padding=(0, 1, 0, 0)), ""
-    for place, head in enumerate(heads):
-        between = 0 < place < len(heads) - 1 and head not in fold
-        table.add_column(head, overflow="fold", no_wrap=between)
+    for index, header in enumerate(headers):
+        no_wrap = 0 < index < len(headers) - 1 and header not in fold
+        table.add_column(header, overflow="fold", no_wrap=no_wrap)
     for first, *others in rows:
         table.add_row("" if first == above else first, *others)
         above = first
     Console(markup=False, emoji=False).print(table)
 
 
-def texts_of(given: list[str], source: str | None) -> list[str]:
-    """Prompts of the command line, then those of the file."""
+def prompt_texts(prompts: list[str], source: str | None) -> list[str]:
+    """Texts of the prompts on the command line, followed by those of the file or prompt set `source`.
+
+    Raises:
+        ValueError: a prompt is empty or too long, or there is none.
+    """
     from g2rpo.data.prompts import MAX_CHARACTERS, read_prompts
 
-    texts = [text.strip() for text in given]
+    texts = [text.strip() for text in prompts]
     for text in texts:
         if not 1 <= len(text) <= MAX_CHARACTERS:
             raise ValueError(
@@ -99,24 +112,28 @@ def texts_of(given: list[str], source: str | None) -> list[str]:
                 + (f": {text[:40]}…" if text else "")
             )
     if source is not None:
-        prompts, report = read_prompts(source)
+        from_source, report = read_prompts(source)
         print(report)
-        texts += [prompt.text for prompt in prompts]
+        texts += [prompt.text for prompt in from_source]
     if not texts:
         raise ValueError("no prompts: give --prompt TEXT, or --prompts with a file or world:NAME")
     return texts
 
 
-def positive_number(option: str, text: str, word: str) -> float:
-    """`text` as a number above 0.
+def positive_number(option: str, text: str, alternative: str) -> float:
+    """Reads `text` as a finite number above 0.
+
+    Args:
+        option: name of the option, for the message.
+        alternative: the word that the option accepts besides a number, for the message.
 
     Raises:
-        ValueError: none; `word` is what may stand there besides.
+        ValueError: `text` is not such a number.
     """
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"{option} {text}: give a number above 0, or {word}")
+        raise ValueError(f"{option} {text}: give a number above 0, or {alternative}")
     return number

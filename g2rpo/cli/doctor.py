@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from g2rpo.cli.console import (
+    print_table,
     quiet_other_packages,
-    show,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def doctor(
-    out: Annotated[Path, typer.Option(help="Where runs will go; its disk is looked at.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder of future runs, whose disk is checked.")] = Path("runs"),
     verify: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Instead: are this model's or LoRA's files right?"),
+        typer.Option(metavar="PATH", help="Check the files of this model or LoRA instead of the machine."),
     ] = None,
-    base: Annotated[str | None, typer.Option(help="Model that the weights of --verify belong to.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model of the weights that --verify checks.")] = None,
 ) -> None:
-    """Show what this machine has, and what is missing for which feature.
+    """Check this machine, and say which features lack what.
 
-    Exit code 1 where something is missing that every run needs.
+    The exit code is 1 if something is missing that every run needs, or if --verify finds a wrong file.
 
     \b
     Examples:
@@ -34,7 +31,9 @@ def doctor(
       g2rpo doctor --verify tuned/lora.safetensors --base black-forest-labs/FLUX.1-dev
     """
     if base is not None and verify is None:
-        raise ValueError("--base says whose weights --verify PATH holds; give both, or neither")
+        raise ValueError(
+            "--base is the base model of the weights in --verify PATH; give both options, or neither"
+        )
     if verify is not None:
         quiet_other_packages()
         from g2rpo.setup.verify import verify as verify_weights
@@ -44,7 +43,7 @@ def doctor(
         from g2rpo.setup.doctor import report
 
         findings = report(out)
-    found = [(r.name, r.status, r.detail, r.advice) for r in findings]
-    show(("", "status", "found", "advice"), found, fold=("found",))
+    rows = [(r.name, r.status, r.detail, r.advice) for r in findings]
+    print_table(("", "status", "found", "advice"), rows, fold=("found",))
     if any(row.status == "missing" for row in findings):
         raise typer.Exit(1)

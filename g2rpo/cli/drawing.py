@@ -1,12 +1,13 @@
-"""Arguments that `g2rpo evaluate` and `g2rpo gallery` share."""
+"""Arguments that `g2rpo evaluate` and `g2rpo gallery` share, and the request made from them."""
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g2rpo.cli.console import folder_to_write, positive_number, quiet_other_packages, texts_of
+from g2rpo.cli import arguments
+from g2rpo.cli.console import positive_number, prompt_texts, quiet_other_packages, writable_folder
 
 if TYPE_CHECKING:
     from g2rpo.inference.sample import SampleRequest
@@ -14,30 +15,39 @@ if TYPE_CHECKING:
 
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL...", help="tiny, run, export, model folder, hub name, LoRA or weights."),
+    typer.Argument(
+        metavar="MODEL...",
+        help="Models: `tiny`, a run, an export, a model folder, a hub name, a LoRA or weights.",
+    ),
 ]
 Labels = Annotated[
-    str | None, typer.Option(help="Names of the models, with commas between. Default: from the models.")
+    str | None, typer.Option(help="Labels of the models, separated by commas. Default: their names.")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most so many prompts.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Largest number of prompts.")]
 Shift = Annotated[
     str,
-    typer.Option(help="Of the noise schedule; 1 = even steps, pipeline = as the first model's files say."),
+    typer.Option(
+        help="Shift of the sigmas: 1 for even steps, `pipeline` for the rule in the first model's files."
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Picture i is drawn from seed + i.")]
-Guidance = Annotated[float | None, typer.Option(min=0, help="Of all models. Default: the first model's.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**62, help="Seed of the first image; image i is drawn from seed + i.")
+]
+Guidance = Annotated[
+    float | None, typer.Option(min=0, help="Guidance scale of all models. Default: the first model's.")
+]
 Resolution = Annotated[
-    int | None, typer.Option(help="Side in pixels, of all models. Default: the first model's.")
+    int | None, typer.Option(help="Side of all images in pixels. Default: the first model's.")
 ]
-Base = Annotated[str | None, typer.Option(help="Model that LoRAs and bare weights belong to.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto = a GPU where there is one.")]
+Base = Annotated[str | None, typer.Option(help="Base model of LoRAs and of weights without a config.")]
+Device = Annotated[arguments.Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")]
 Precision = Annotated[
-    Literal["float32", "tf32", "bfloat16"] | None,
-    typer.Option(help="Of all models. Default: the first model's."),
+    arguments.Precision | None,
+    typer.Option(help="Precision of all models. Default: the first model's."),
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Pictures drawn, or judged, at once.")]
-Then = Annotated[str | None, typer.Option(help="A model that takes the last steps of all others.")]
-FirstShare = Annotated[float, typer.Option(help="Of the steps, before --then takes over.")]
+Batch = Annotated[int, typer.Option(min=1, help="Images per forward, of the models and of the rewards.")]
+Then = Annotated[str | None, typer.Option(help="Model that takes the last steps of all others.")]
+FirstShare = Annotated[float, typer.Option(help="Share of the steps before --then takes over.")]
 
 
 def drawing_of(
@@ -50,30 +60,35 @@ def drawing_of(
     shift: str,
     **others: Any,
 ) -> "SampleRequest":
-    """What the options ask for; everything that is wrong with them is told before a model is loaded."""
+    """Makes the request from the options.
+
+    Raises:
+        ValueError: an option is wrong; raised before a model is loaded.
+    """
     try:
         numbers = tuple(int(part) for part in steps.split(","))
     except ValueError:
-        raise ValueError(f"--steps {steps}: give whole numbers with commas between, such as 10,20") from None
+        raise ValueError(f"--steps {steps}: give whole numbers separated by commas, such as 10,20") from None
     number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     from g2rpo.data.prompts import Prompt, read_prompts
 
-    found: list[Prompt] = []
+    requested: list[Prompt] = []
     if prompt:
-        found += [Prompt(text, {}, index) for index, text in enumerate(texts_of(prompt, None))]
+        requested += [Prompt(text, {}, index) for index, text in enumerate(prompt_texts(prompt, None))]
     if prompts is not None:
-        read, report = read_prompts(prompts)
+        from_source, report = read_prompts(prompts)
         if first_process():
             print(report)
-        found += read
-    if not found:
+        requested += from_source
+    if not requested:
         raise ValueError("no prompts: give --prompt TEXT, or --prompts with a file or world:NAME")
-    folder_to_write(out, "--out")
+    writable_folder(out, "--out")
     quiet_other_packages()
     from g2rpo.inference.sample import SampleRequest
 
-    return SampleRequest(tuple(found[:limit]), numbers, shift=number, **others)
+    return SampleRequest(tuple(requested[:limit]), numbers, shift=number, **others)
 
 
 def first_process() -> bool:
+    """Whether this process is the one that prints, which is also true without torchrun."""
     return os.environ.get("RANK", "0") == "0"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from g2rpo.cli.arguments import Overrides, Recipe
@@ -12,15 +10,12 @@ from g2rpo.cli.console import (
     recipe_and_overrides,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 def embed(recipe: Recipe = None, overrides: Overrides = None) -> None:
-    """Put a run's prompts through the text encoders ahead of it.
+    """Encode the prompts of a run before it starts.
 
-    Fills the cache with the prompts that the run will use; it then loads no text encoder. Ctrl-C keeps what
-    is done (exit code 130); the same command goes on.
+    This fills the cache with the embeddings of all prompts that the run will use, so that the run loads no
+    text encoder. Ctrl-C keeps finished embeddings (exit code 130); run the same command to continue.
 
     \b
     Examples:

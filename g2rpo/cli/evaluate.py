@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from g2rpo.cli.console import show
-
-if TYPE_CHECKING:
-    pass
+from g2rpo.cli.arguments import RewardOptions
+from g2rpo.cli.console import print_table
 from g2rpo.cli.drawing import (
     Base,
     Batch,
@@ -34,16 +32,16 @@ from g2rpo.cli.drawing import (
 
 def evaluate(
     models: Models,
-    rewards: Annotated[str, typer.Option(help="Names with commas between, or my_file:function.")],
-    prompts: Annotated[str, typer.Option(help="A file of prompts, or world:NAME.")],
-    steps: Annotated[str, typer.Option(help="Numbers of denoising steps, with commas between.")] = "16",
+    rewards: Annotated[str, typer.Option(help="Rewards separated by commas: names, or my_file:function.")],
+    prompts: Annotated[
+        str, typer.Option(help="File of prompts, or world:NAME for a set of the embedded world.")
+    ],
+    steps: Annotated[str, typer.Option(help="Numbers of denoising steps, separated by commas.")] = "16",
     limit: Limit = None,
-    num_images: Annotated[int, typer.Option(min=1, help="Pictures a prompt; averaged first.")] = 1,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="Of a reward; may be given again.")
-    ] = None,
+    num_images: Annotated[int, typer.Option(min=1, help="Images per prompt, whose scores are averaged.")] = 1,
+    option: RewardOptions = None,
     labels: Labels = None,
-    out: Annotated[Path, typer.Option(help="Folder for tables and pictures.")] = Path("evaluation"),
+    out: Annotated[Path, typer.Option(help="Folder of the tables and images.")] = Path("evaluation"),
     shift: Shift = "3",
     seed: Seed = 0,
     guidance: Guidance = None,
@@ -57,10 +55,12 @@ def evaluate(
 ) -> None:
     """Compare models by rewards, on the same prompts and seeds.
 
-    Every model draws under the first one's conditions. Tables have means ± standard errors over prompts, and
-    paired differences to the first model with 95 % bootstrap intervals. Ctrl-C keeps what is done (exit code
-    130); the same command goes on, and may name more models and steps. Exit code 1 where a reward has no
-    score at all for a model. Under torchrun, processes share the pictures, with the same result.
+    All models sample under the conditions of the first one. The tables contain means ± standard errors over
+    prompts, and paired differences to the first model with 95 % bootstrap intervals. Under torchrun, the
+    processes share the images, with the same result.
+
+    Ctrl-C keeps finished images and scores (exit code 130). Run the same command to continue; it may name
+    more models and steps. The exit code is 1 if a reward has no score for any image of a model.
 
     \b
     Examples:
@@ -105,11 +105,11 @@ def evaluate(
             (label, str(n), name, str(mean.prompts), *split(mean, done.differences.get((n, label, name))))
             for (n, label, name), mean in done.means.items()
         ]
-        show(("model", "steps", "reward", "n", "mean ± SE", "difference [95 %]"), rows)
+        print_table(("model", "steps", "reward", "n", "mean ± SE", "difference [95 %]"), rows)
         for note in notes(done.means, done.differences):
             print(f"note: {note}")
         for name, why in done.why.items():
             print(f"note: no score by {name}: {why}")
-        print(f"{done.out / 'results.md'} has the tables, {done.out / 'scores.csv'} a row a picture")
+        print(f"{done.out / 'results.md'} contains the tables, {done.out / 'scores.csv'} one row per image")
     if any(mean.prompts == 0 for mean in done.means.values()):
         raise typer.Exit(1)

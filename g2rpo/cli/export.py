@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from g2rpo.cli.console import (
-    folder_to_write,
     quiet_other_packages,
+    writable_folder,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def export(
     run: Annotated[
-        Path, typer.Argument(help="Run folder (its newest checkpoint), RUN/best, or one checkpoint in it.")
+        Path, typer.Argument(help="Run folder for its newest checkpoint, RUN/best, or a checkpoint in it.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write. Default: RUN/export or RUN/export_best.")
+        Path | None, typer.Option(help="Output folder. Default: RUN/export or RUN/export_best.")
     ] = None,
     layout: Annotated[
         Literal["auto", "diffusers", "lora", "single_file", "comfyui"],
         typer.Option(
-            help="A whole FluxPipeline, or the adapters alone; auto = what the run trained. single_file and "
-            "comfyui: the transformer, the adapters, in one file under the names of FLUX.1's own release."
+            help="Layout: `diffusers` is a complete FluxPipeline, `lora` only the adapters, `auto` what the "
+            "run trained. `single_file` (the transformer) and `comfyui` (the adapters) are one file with the "
+            "tensor names of the original FLUX.1 release."
         ),
     ] = "auto",
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="bfloat16 may round a short training away.")
+        Literal["float32", "bfloat16"],
+        typer.Option(
+            help="Data type of the weights. Rounding to bfloat16 can remove the effect of a short training."
+        ),
     ] = "float32",
 ) -> None:
-    """Write a run's model for other programs, with a model card.
+    """Write the model of a run for other programs, with a model card.
 
     \b
     Examples:
       g2rpo export runs/tiny
       g2rpo export runs/tiny --out tuned --layout diffusers
     """
-    out = None if out is None else folder_to_write(out, "--out")
+    out = None if out is None else writable_folder(out, "--out")
     quiet_other_packages()
     from g2rpo.exporters.export import export_run
 

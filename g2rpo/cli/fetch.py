@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,20 +12,17 @@ from g2rpo.cli.console import (
     recipe_and_overrides,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 def fetch(
     recipe: Recipe = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it would be, download nothing.")
+        bool, typer.Option("--dry-run", help="List the files without downloading them.")
     ] = False,
 ) -> None:
-    """Download what a run needs, after saying what that is.
+    """Download the models and rewards that a run needs.
 
-    Sizes, licences and permissions come first. A model that is a folder is checked for completeness.
+    Sizes, licences and permissions are listed first. A model in a local folder is checked for completeness.
 
     \b
     Examples:
@@ -38,7 +35,7 @@ def fetch(
     quiet_other_packages()
     from g2rpo.setup.fetch import fetch_needs, needs
 
-    found = needs(settings.model, [*settings.rewards, *settings.eval_rewards], settings.reward_options)
-    print(*found, sep="\n")
+    required = needs(settings.model, [*settings.rewards, *settings.eval_rewards], settings.reward_options)
+    print(*required, sep="\n")
     if not dry_run:
-        fetch_needs(found)
+        fetch_needs(required)

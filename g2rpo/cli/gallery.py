@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    pass
 from g2rpo.cli.drawing import (
     Base,
     Batch,
@@ -30,12 +28,14 @@ from g2rpo.cli.drawing import (
 
 def gallery(
     models: Models,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A file of prompts, or world:NAME.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 16,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt. Repeat it for several prompts.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="File of prompts, or world:NAME for a set of the embedded world.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of denoising steps.")] = 16,
     limit: Limit = None,
     labels: Labels = None,
-    out: Annotated[Path, typer.Option(help="Folder for gallery.png and the pictures.")] = Path("gallery"),
+    out: Annotated[Path, typer.Option(help="Folder of gallery.png and the single images.")] = Path("gallery"),
     shift: Shift = "3",
     seed: Seed = 0,
     guidance: Guidance = None,
@@ -47,10 +47,10 @@ def gallery(
     then: Then = None,
     first_share: FirstShare = 0.6,
 ) -> None:
-    """Draw a figure of models side by side: a row a prompt, the same seeds.
+    """Draw a figure of models side by side, one row per prompt.
 
-    Every model draws under the first one's conditions. The single pictures are kept; the same command draws
-    what is missing, and may name more models.
+    All models sample from the same seeds, under the conditions of the first one. The single images are kept;
+    the same command draws only what is missing, and may name more models.
 
     \b
     Examples:

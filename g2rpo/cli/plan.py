@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
+    print_table,
     quiet_other_packages,
     recipe_and_overrides,
-    show,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def plan(
     recipe: Recipe = None,
     overrides: Overrides = None,
     seconds_per_forward: Annotated[
-        float | None, typer.Option(help="Time of one image's forward on one device: adds times to the table.")
+        float | None,
+        typer.Option(help="Seconds per forward of one image on one device; adds times to the table."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Load the model and rewards and time a few forwards here.")
+        bool,
+        typer.Option(
+            "--measure", help="Load the model and the rewards, and time a few forwards on this machine."
+        ),
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help="Take times from the table of measured ones: H100 or H200.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Use the times measured on this GPU: H100 or H200.")] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GB of a device, to see what fits. Default: this machine's GPU.")
+        float | None,
+        typer.Option(help="Memory of a device in GB, to check what fits. Default: this machine's GPU."),
     ] = None,
-    processes: Annotated[int, typer.Option(help="Devices that share the groups of an iteration.")] = 1,
+    processes: Annotated[
+        int, typer.Option(help="Number of devices that share the groups of an iteration.")
+    ] = 1,
 ) -> None:
-    """Show what a run will cost, before any weight is loaded.
+    """Show the time, memory and disk that a run needs.
+
+    No weights are loaded, except with --measure.
 
     \b
     Examples:
@@ -48,12 +52,12 @@ def plan(
     from g2rpo.config.load import load_settings
 
     if sum((measure, seconds_per_forward is not None, gpu is not None)) > 1:
-        raise ValueError("--measure, --gpu and --seconds-per-forward all say how fast; give one of them")
+        raise ValueError("--measure, --gpu and --seconds-per-forward all set the speed; give one of them")
     if memory is not None and not memory > 0:
-        raise ValueError(f"--memory {memory:g}: a device has more than 0 GB")
+        raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
-    sys.path.append(os.getcwd())  # as for `train`: --measure loads the rewards
+    sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
 
@@ -65,6 +69,6 @@ def plan(
         gpu=gpu,
         memory_gb=memory,
     )
-    show(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
+    print_table(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
     for note in costs.notes:
         print(f"note: {note}")

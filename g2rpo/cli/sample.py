@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from g2rpo.cli.arguments import Device, Precision
 from g2rpo.cli.console import (
-    folder_to_write,
     positive_number,
+    prompt_texts,
     quiet_other_packages,
-    texts_of,
+    writable_folder,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def sample(
-    model: Annotated[str, typer.Argument(help="tiny, run, export, model folder, hub name, LoRA or weights.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A file of prompts, or world:NAME.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; files of the same name are replaced.")] = Path("samples"),
-    compare: Annotated[str | None, typer.Option(help="A second model, drawn to the left of MODEL.")] = None,
-    num_images: Annotated[int, typer.Option(min=1, help="Images a prompt.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 16,
-    first_steps: Annotated[int | None, typer.Option(help="MODEL takes so many; --then the rest.")] = None,
-    then: Annotated[str | None, typer.Option(help="A model that takes over after --first-steps.")] = None,
-    shift: Annotated[
-        str, typer.Option(help="Of the noise schedule; 1 = even steps, pipeline = as the model's files say.")
-    ] = "3",
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Image i is drawn from seed + i.")] = 0,
-    guidance: Annotated[
-        float | None, typer.Option(min=0, help="Default: the run's or export's, else 3.5.")
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model: `tiny`, a run, an export, a model folder, a hub name, a LoRA or weights."
+        ),
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt. Repeat it for several prompts.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="File of prompts, or world:NAME for a set of the embedded world.")
     ] = None,
-    resolution: Annotated[int | None, typer.Option(help="Side in pixels. Default: the model's.")] = None,
-    base: Annotated[str | None, typer.Option(help="Model that a LoRA or bare weights belong to.")] = None,
-    device: Annotated[Device, typer.Option(help="auto = a GPU where there is one.")] = "auto",
-    precision: Annotated[Precision | None, typer.Option(help="Default: its own, else float32.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images a forward; memory grows with it.")] = 16,
+    limit: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts.")] = None,
+    out: Annotated[Path, typer.Option(help="Output folder; files of the same name are replaced.")] = Path(
+        "samples"
+    ),
+    compare: Annotated[
+        str | None, typer.Option(help="Second model, whose images are shown to the left of MODEL's.")
+    ] = None,
+    num_images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Number of denoising steps.")] = 16,
+    first_steps: Annotated[
+        int | None, typer.Option(help="Number of steps that MODEL takes before --then takes over.")
+    ] = None,
+    then: Annotated[str | None, typer.Option(help="Model that takes the steps after --first-steps.")] = None,
+    shift: Annotated[
+        str,
+        typer.Option(
+            help="Shift of the sigmas: 1 for even steps, `pipeline` for the rule in the model's files."
+        ),
+    ] = "3",
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**62, help="Seed of the first image; image i is drawn from seed + i.")
+    ] = 0,
+    guidance: Annotated[
+        float | None,
+        typer.Option(min=0, help="Guidance scale. Default: that of the run or export, otherwise 3.5."),
+    ] = None,
+    resolution: Annotated[
+        int | None, typer.Option(help="Side of an image in pixels. Default: the model's.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Base model of a LoRA or of weights without a config.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")] = "auto",
+    precision: Annotated[
+        Precision | None,
+        typer.Option(help="Precision. Default: that of the run or export, otherwise float32."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images per forward; memory grows with it.")] = 16,
 ) -> None:
-    """Draw images with a model, or with two from the same seeds.
+    """Draw images with one model, or with two from the same seeds.
 
     \b
     Examples:
@@ -53,11 +76,11 @@ def sample(
       g2rpo sample runs/flux --steps 50 --first-steps 30 --then black-forest-labs/FLUX.1-dev \\
         --shift pipeline --prompt "a cat"
     """
-    if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a look at once
+    if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a first look without arguments
         prompts, limit = "world:heldout", limit or 8
-    texts = texts_of(prompt or [], prompts)[:limit]
+    texts = prompt_texts(prompt or [], prompts)[:limit]
     number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
-    folder = folder_to_write(out, "--out")
+    folder = writable_folder(out, "--out")
     quiet_other_packages()
     from g2rpo.data.prompts import Prompt
     from g2rpo.inference.sample import SampleRequest, sample_to_folder, share_of_first

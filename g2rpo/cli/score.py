@@ -6,43 +6,43 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from g2rpo.cli.console import folder_to_write, quiet_other_packages, show
-
-if TYPE_CHECKING:
-    pass
+from g2rpo.cli.arguments import Device, RewardOptions
+from g2rpo.cli.console import print_table, quiet_other_packages, writable_folder
 
 
 def score(
-    images: Annotated[Path, typer.Option(help="Folder of png, jpg or webp files; sizes may differ.")],
-    rewards: Annotated[str, typer.Option(help="Names with commas between, or my_file:function.")],
+    images: Annotated[Path, typer.Option(help="Folder of png, jpg or webp files. Sizes may differ.")],
+    rewards: Annotated[str, typer.Option(help="Rewards separated by commas: names, or my_file:function.")],
     prompts: Annotated[
-        str | None, typer.Option(help="A prompt a picture, in the order of the sorted files; or world:NAME.")
+        str | None,
+        typer.Option(help="File with one prompt per image, in the order of the sorted files; or world:NAME."),
     ] = None,
     mapping: Annotated[
         str | None,
         typer.Option(
-            "--map", help="jsonl, csv, …: columns file and prompt, and metadata if a reward wants it."
+            "--map",
+            help="Table (jsonl, csv, …) with the columns file and prompt, and metadata if a reward needs it.",
         ),
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="Of a reward; may be given again.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for scores.csv and scores.json.")] = Path("scores"),
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto = a GPU where there is one.")
-    ] = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Pictures judged at once; memory grows with it.")] = 16,
+    option: RewardOptions = None,
+    out: Annotated[Path, typer.Option(help="Folder of scores.csv and scores.json.")] = Path("scores"),
+    device: Annotated[Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")] = "auto",
+    batch: Annotated[
+        int, typer.Option(min=1, help="Images per forward of a reward; memory grows with it.")
+    ] = 16,
 ) -> None:
-    """Score pictures of any origin by rewards.
+    """Score images of any origin by rewards.
 
-    Without --prompts and --map, pictures of `g2rpo sample` are judged by the prompts that they carry. File
-    names are sorted by characters; where img_10 would come before img_2, a mapping is asked for. Pictures
-    without a score are counted, and left out of the means. Ctrl-C keeps what is scored (exit code 130); the
-    same command goes on, and tries again what had no score. Exit code 1 where a reward has no score at all.
+    Images of `g2rpo sample` contain their prompts; all others need --prompts or --map. File names are sorted
+    by characters; if img_10 would come before img_2, the command requires --map. Images without a score are
+    counted and left out of the means.
+
+    Ctrl-C keeps finished scores (exit code 130). Run the same command to continue; it retries images without
+    a score. The exit code is 1 if a reward has no score for any image.
 
     \b
     Examples:
@@ -50,9 +50,9 @@ def score(
       g2rpo score --images drawn --prompts prompts.txt --rewards hps,clip --out scores/drawn
       g2rpo score --images drawn --map drawn.jsonl --rewards ocr,my_file:score --option ocr.exact=true
     """
-    folder = folder_to_write(out, "--out")
+    folder = writable_folder(out, "--out")
     quiet_other_packages()
-    sys.path.append(os.getcwd())  # as `python -m g2rpo` has it: my_file:score finds ./my_file.py
+    sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that my_file:score finds ./my_file.py
     from g2rpo.evaluation.score_folder import score as score_folder
 
     done = score_folder(
@@ -66,18 +66,19 @@ def score(
         batch=batch,
     )
     rows = [
-        (name, _number(one.mean), _number(one.standard_error), str(one.n), str(one.invalid))
-        for name, one in done.rewards.items()
+        (name, _number(summary.mean), _number(summary.standard_error), str(summary.n), str(summary.invalid))
+        for name, summary in done.rewards.items()
     ]
-    show(("reward", "mean", "± SE", "n", "invalid"), rows)
-    print(f"{done.out / 'scores.csv'} has a row a picture, {done.out / 'scores.json'} the means")
-    for name, one in done.rewards.items():
-        if one.invalid:
-            why = f": {done.why[name]}" if name in done.why else ""
-            print(f"note: {one.invalid} of {one.n + one.invalid} pictures have no score by {name}{why}")
+    print_table(("reward", "mean", "± SE", "n", "invalid"), rows)
+    print(f"{done.out / 'scores.csv'} has one row per image, {done.out / 'scores.json'} the means")
+    for name, summary in done.rewards.items():
+        if summary.invalid:
+            reason = f": {done.why[name]}" if name in done.why else ""
+            total = summary.n + summary.invalid
+            print(f"note: {summary.invalid} of {total} images have no score by {name}{reason}")
     if done.interrupted:
         raise typer.Exit(130)
-    if any(one.n == 0 for one in done.rewards.values()):
+    if any(summary.n == 0 for summary in done.rewards.values()):
         raise typer.Exit(1)
 
 

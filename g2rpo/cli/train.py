@@ -11,9 +11,9 @@ import typer
 
 from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
+    print_table,
     quiet_other_packages,
     recipe_and_overrides,
-    show,
 )
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
-    """Train a model, or go on where its run folder stopped.
+    """Train a model, or continue an unfinished run.
 
-    Ctrl-C stops with a checkpoint (exit code 130); the same command goes on from there.
+    Ctrl-C stops the run with a checkpoint (exit code 130); run the same command to continue from it.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
-    sys.path.append(os.getcwd())  # as `python -m g2rpo` has it: rewards.my_file:score=1 finds ./my_file.py
+    sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that rewards.my_file:score=1 finds ./my_file.py
     from g2rpo.run.best import kept_best
     from g2rpo.training.trainer import train as train_run
 
@@ -43,20 +43,21 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     if run.interrupted:
         raise typer.Exit(130)
     if run.changes:
-        heads = ("pictures", "reward (* trained)", "before", "after", "change", "± SE", "n")
-        show(heads, [_scores(change) for change in run.changes])
+        headers = ("images", "reward (* trained)", "before", "after", "change", "± SE", "n")
+        print_table(headers, [_scores(change) for change in run.changes])
     out, model = shlex.quote(str(run.out)), shlex.quote(settings.model)
     if settings.weights:
         model = f"{shlex.quote(settings.weights)} --base {model}"
     prompts = shlex.quote(settings.eval_prompts or settings.prompts)
-    walk = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
-    print(f"{run.out} holds the run. Draw with it beside its base, or take the model out of it:")
-    print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {walk}")
+    sampling = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
+    print(f"The run is in {run.out}. Compare its images with those of its base, or export the model:")
+    print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}")
     print(f"  g2rpo export {out}")
     if settings.keep_best and (kept := kept_best(run.out))[0]:
         print(f"  g2rpo export {out}/best    # {kept[0]}, the best by {kept[1]}")
 
 
-def _scores(c: Change) -> tuple[str, ...]:
-    numbers = (f"{c.before:.4f}", f"{c.after:.4f}", f"{c.difference:+.4f}", f"{c.difference_se:.4f}")
-    return (c.image_set, c.reward + " *" * c.trained, *numbers, str(c.num))
+def _scores(change: Change) -> tuple[str, ...]:
+    numbers = (f"{change.before:.4f}", f"{change.after:.4f}", f"{change.difference:+.4f}")
+    name = change.reward + " *" * change.trained
+    return (change.image_set, name, *numbers, f"{change.difference_se:.4f}", str(change.num))

@@ -32,6 +32,7 @@ from g2rpo.evaluation.score_folder import code_hash, parsed_options
 from g2rpo.evaluation.stats import Array, Difference, Mean, difference_over_prompts, mean_over_prompts
 from g2rpo.evaluation.tables import markdown
 from g2rpo.inference.sample import SampleRequest
+from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
@@ -280,12 +281,10 @@ class _Evaluation:
                 pixels = torch.stack([read_pixels(self.lineup.file(*key)) for key in keys]).to(device)
                 prompts = [prompt_of_image[i].text for _, _, i in keys]
                 metadata = [dict(prompt_of_image[i].metadata) for _, _, i in keys]
-                values = {
-                    name: reward(pixels, prompts, metadata).tolist() for name, reward in rewards.items()
-                }
+                scores = score_batch(rewards, pixels, prompts, metadata).T.tolist()
                 rows = {
-                    key: {name: float(_text(values[name][n])) for name in self.names}
-                    for n, key in enumerate(keys)
+                    key: {name: float(_text(value)) for name, value in zip(rewards, values, strict=True)}
+                    for key, values in zip(keys, scores, strict=True)
                 }
                 self.rows |= rows
                 file.write(self._lines(keys))

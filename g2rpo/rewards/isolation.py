@@ -1,7 +1,7 @@
 """What code of a reward may change in the process, and is put back after each import, construction and call.
 
-A reward is somebody else's code. A default dtype, a switched-off gradient or another working directory that it
-leaves behind would change the numbers of the run, or spread its files over two folders.
+A reward is somebody else's code. A default dtype, a switched-off gradient or another working directory that
+it leaves behind would change the numbers of the run, or spread its files over two folders.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Words of scenes and back: captions in plain English, their parser, and the embedded world's prompt sets.
+"""Captions of scenes in plain English, their parser, and the prompt sets of the embedded world.
 
     group   = NUMBER COLOUR SHAPE            "two red circles", "a blue star"
     what    = group [RELATION group]         "two red circles above a blue star"
     caption = frame around `what`, with or without the background
 
-Captions are made as token ids on the scenes' device (a million of them in a second), then spelled out.
+Captions are generated as token ids on the device of the scenes (a million per second), then spelled out.
 """
 
 import re
@@ -30,7 +30,8 @@ RELATION_WORDS: dict[str, tuple[str, str]] = {
     "above": ("above", "over"),
     "below": ("below", "under"),
 }
-# Words around WHAT: (first, background first?, after it, WHAT, before the background, after it).
+# Parts of a caption: (before WHAT, whether the background comes first, its suffix, then WHAT, before the
+# background, after it).
 WITH_BACKGROUND = (
     ("", False, "", "on a", "background"),
     ("a picture of", False, "", "on", ""),
@@ -82,22 +83,22 @@ def _starts_with_background(device: torch.device) -> Tensor:
 
 @lru_cache
 def empty_caption(device: torch.device) -> Tensor:
-    """Token ids of the empty caption: [MAX_TOKENS]."""
+    """Returns the token ids of the empty caption: [MAX_TOKENS], int64."""
     return torch.tensor([BOS, EOS] + [PAD] * (MAX_TOKENS - 2), device=device)
 
 
 def caption_ids(
     scenes: Compositions, generator: torch.Generator, *, background_share: float = 0.75
 ) -> Tensor:
-    """Token ids of one caption for each scene, with varied frames, wording and articles.
+    """Generates one caption per scene as token ids, with varied frames, wording and articles.
 
     Args:
-        scenes: all with a stated background.
-        generator: on the scenes' device.
-        background_share: the share of captions that state the background.
+        scenes: compositions with a stated background.
+        generator: on the device of the scenes.
+        background_share: share of captions that state the background, in [0, 1].
 
     Returns:
-        [N, MAX_TOKENS] int64: <bos>, words, <eos>, <pad> ...
+        [N, MAX_TOKENS], int64: <bos>, words, <eos>, then <pad>.
     """
     device, num = scenes.relation.device, len(scenes)
     pick = torch.rand(5, num, generator=generator, device=device)
@@ -156,14 +157,14 @@ def caption_ids(
 
 
 def spell(ids: Tensor) -> list[str]:
-    """Captions of token ids, without the special tokens."""
+    """Converts token ids to text, without the special tokens."""
     return [" ".join(VOCABULARY[i] for i in row if i >= len(SPECIAL)) for row in ids.tolist()]
 
 
 def captions(
     scenes: Compositions, generator: torch.Generator, *, background_share: float = 0.75
 ) -> list[str]:
-    """One caption for each scene, as text."""
+    """Generates one caption per scene as text; see `caption_ids`."""
     return spell(caption_ids(scenes, generator, background_share=background_share))
 
 
@@ -180,42 +181,49 @@ _BACKGROUND = re.compile(rf"\b(?P<a>{_COLOUR}) background\b|\b(?:on|in front of)
 
 
 def parse(text: str) -> Compositions | None:
-    """Read a caption back into one composition; None where the text is outside the grammar.
+    """Reads a caption back into one composition.
 
-    An unstated background is -1. More than two groups or five objects are outside the grammar.
+    Returns:
+        One composition (N = 1), whose background is -1 if the caption does not state it. None if the text is
+        outside the grammar, for example with more than two groups or five objects.
     """
     words = " ".join(re.findall(r"[a-z]+", text.lower()))
-    found = _PAIR.search(words)
-    if found is None or _PAIR.search(words, found.end()) is not None:
+    match = _PAIR.search(words)
+    if match is None or _PAIR.search(words, match.end()) is not None:
         return None
     number = {"a": 1, "an": 1} | {word: i + 1 for i, word in enumerate(NUMBERS)}
-    second = found["n1"] is not None
-    count = [number[found["n0"]], number[found["n1"]] if second else 0]
+    second = match["n1"] is not None
+    count = [number[match["n0"]], number[match["n1"]] if second else 0]
     if sum(count) > 5:
         return None
-    colour = [COLOUR_NAMES.index(found["c0"]), COLOUR_NAMES.index(found["c1"]) if second else 0]
-    shape = [SHAPES.index(found["s0"]), SHAPES.index(found["s1"]) if second else 0]
+    colour = [COLOUR_NAMES.index(match["c0"]), COLOUR_NAMES.index(match["c1"]) if second else 0]
+    shape = [SHAPES.index(match["s0"]), SHAPES.index(match["s1"]) if second else 0]
     ground = _BACKGROUND.search(words)
     background = COLOUR_NAMES.index(ground["a"] or ground["b"]) if ground else -1
     return Compositions(
         torch.tensor([count]),
         torch.tensor([colour]),
         torch.tensor([shape]),
-        torch.tensor([_WORDING[found["rel"]] if second else 0]),
+        torch.tensor([_WORDING[match["rel"]] if second else 0]),
         torch.tensor([background]),
     )
 
 
-# Two that the base model often gets wrong: with few prompts, each is seen often in a few minutes.
+# Two prompts that the base model often gets wrong. There are so few because each then recurs often enough to
+# be learned within minutes.
 DEMO_PROMPTS = ("four red circles", "five blue diamonds")
 PROMPT_SETS = ("train", "heldout", "demo")
 
 
 def prompt_set(name: str, num: int = 2000) -> list[tuple[str, dict]]:
-    """Prompts with metadata: "train" and "heldout" (disjoint compositions, half of one group), or "demo".
+    """Returns the prompts of a set with their metadata.
+
+    Args:
+        name: "demo", or "train" and "heldout", which are disjoint and have one group in half of their scenes.
+        num: largest number of prompts of "train" and "heldout".
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
     if name not in PROMPT_SETS:
         raise ValueError(f"no prompt set {name!r} in the embedded world; there are {', '.join(PROMPT_SETS)}")

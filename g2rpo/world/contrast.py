@@ -1,7 +1,7 @@
-"""The tiny CLIP: pictures against captions, with one-attribute negatives of each picture's own caption.
+"""The tiny CLIP, trained on images and captions with one-attribute negatives of each image's caption.
 
-Without the negatives a CLIP of any size ignores which object is left of which; with them each picture must
-reject its caption with one word changed, whatever the word.
+Without such negatives a CLIP of any size ignores which object is left of which. With them, each image must
+reject its own caption with one attribute changed.
 """
 
 from typing import Any
@@ -18,28 +18,37 @@ from g2rpo.world.training import Average, Pool, adamw, bf16, timed_loop
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 NUM_NEGATIVES = 4
-# Relations, bindings and counts are the hard ones; they are drawn more often.
+# Relations, bindings and counts are hard to learn, so they are sampled more often.
 NEGATIVE_WEIGHTS = (1.0, 1.0, 2.0, 4.0, 1.0, 1.5)
 
 
 def preprocess(images: Tensor) -> Tensor:
-    """[N, 3, 64, 64] in [0, 1] -> CLIP's normalised pixels."""
+    """Normalises images [N, 3, 64, 64] in [0, 1] with the mean and standard deviation of CLIP."""
     mean = torch.tensor(MEAN, device=images.device)[:, None, None]
     return (images - mean) / torch.tensor(STD, device=images.device)[:, None, None]
 
 
 def image_features(clip: Any, images: Tensor) -> Tensor:
+    """Returns the normalised embeddings of images [N, 3, 64, 64] in [0, 1]: [N, 128], float32."""
     features = clip.get_image_features(pixel_values=preprocess(images)).pooler_output
     return F.normalize(features.float(), dim=-1)
 
 
 def text_features(clip: Any, ids: Tensor) -> Tensor:
-    # No attention mask: the text tower is causal and pools at <eos>, so padding behind it is never seen.
+    """Returns the normalised embeddings of token ids [N, MAX_TOKENS]: [N, 128], float32."""
+    # No attention mask is needed: the text tower is causal and pools at <eos>, before the padding.
     return F.normalize(clip.get_text_features(input_ids=ids).pooler_output.float(), dim=-1)
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Blur, noise, brightness and tint, each on some pictures: generated pictures are never pixel-clean."""
+    """Applies blur, noise, brightness and tint to random images, because generated images are never clean.
+
+    Args:
+        images: [N, 3, H, W] in [0, 1].
+
+    Returns:
+        Images of the same shape and range.
+    """
     num, device = len(images), images.device
 
     def uniform(*shape: int) -> Tensor:
@@ -57,7 +66,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 def train_clip(
     clip: Any, pool: Pool, *, seconds: float, lr: float = 1.5e-3, batch: int = 1536, seed: int = 0
 ) -> None:
-    """Symmetric contrastive loss over the batch; each picture also sees its NUM_NEGATIVES negatives."""
+    """Trains `clip` in place with a symmetric contrastive loss and NUM_NEGATIVES negatives per image."""
     device = pool.pixels.device
     generator = torch.Generator(device).manual_seed(seed)
     optimizer, average = adamw(list(clip.parameters()), lr, 0.05), Average.of(clip)
@@ -71,20 +80,20 @@ def train_clip(
                 for _ in range(NUM_NEGATIVES)
             ]
         )
-        # A changed background is no negative in a caption that does not state it: negatives always do,
-        # and so must the caption, or the statement itself would tell them apart.
+        # A changed background is only wrong in a caption that states it, so all negatives state it. The true
+        # caption must state it too, or the statement alone would separate it from the negatives.
         ids = caption_ids(Compositions.cat([scenes, false]), generator, background_share=1.0)
         plain = caption_ids(scenes, generator, background_share=0.4)
         with bf16(device):
-            picture = image_features(clip, augment(pool.images(index), generator))
+            image = image_features(clip, augment(pool.images(index), generator))
             text = text_features(clip, torch.cat([ids, plain]))
         own, negative, loose = text.split([batch, batch * NUM_NEGATIVES, batch])
         scale = clip.logit_scale.exp().clamp(max=100)
         target = torch.arange(batch, device=device)
-        hard = (picture[None] * negative.view(NUM_NEGATIVES, batch, -1)).sum(-1).T
-        logits = scale * torch.cat([picture @ own.T, hard], 1)
-        loss = F.cross_entropy(logits, target) + F.cross_entropy(scale * own @ picture.T, target)
-        loss = loss + 0.5 * F.cross_entropy(scale * picture @ loose.T, target, label_smoothing=0.02)
+        hard = (image[None] * negative.view(NUM_NEGATIVES, batch, -1)).sum(-1).T
+        logits = scale * torch.cat([image @ own.T, hard], 1)
+        loss = F.cross_entropy(logits, target) + F.cross_entropy(scale * own @ image.T, target)
+        loss = loss + 0.5 * F.cross_entropy(scale * image @ loose.T, target, label_smoothing=0.02)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(clip.parameters(), 1.0)
@@ -96,8 +105,12 @@ def train_clip(
 
 
 @torch.no_grad()
-def judge_clip(clip: Any, pool: Pool, seed: int = 1) -> dict[str, float]:
-    """On held-out scenes: how often the right caption beats the one with one attribute false."""
+def evaluate_clip(clip: Any, pool: Pool, seed: int = 1) -> dict[str, float]:
+    """Evaluates `clip` on held-out scenes.
+
+    Returns:
+        Per attribute, the share of scenes whose true caption scores above one with that attribute changed.
+    """
     generator = torch.Generator(pool.pixels.device).manual_seed(seed)
     wins = {}
     for number, name in enumerate(ATTRIBUTES):
@@ -106,6 +119,6 @@ def judge_clip(clip: Any, pool: Pool, seed: int = 1) -> dict[str, float]:
         false = falsify(scenes, torch.full_like(keep, number), generator)
         both = caption_ids(Compositions.cat([scenes, false]), generator, background_share=1.0)
         right, wrong = text_features(clip, both).split(len(keep))
-        picture = image_features(clip, pool.images(keep))
-        wins[name] = ((picture * right).sum(-1) > (picture * wrong).sum(-1)).float().mean().item()
+        image = image_features(clip, pool.images(keep))
+        wins[name] = ((image * right).sum(-1) > (image * wrong).sum(-1)).float().mean().item()
     return wins

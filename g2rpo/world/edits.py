@@ -1,4 +1,4 @@
-"""Scenes made false in one attribute: the contrastive model's negatives, the preference model's flaws."""
+"""Changes one attribute of a scene: negatives of the contrastive model and flaws for the preference model."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ ATTRIBUTES = ("colour", "shape", "count", "relation", "background", "binding")
 
 
 def applicable(scenes: Compositions) -> Tensor:
-    """[N, 6] bool: which attributes can be made false (a relation needs two groups and a direction)."""
+    """Returns which attributes can be changed: [N, 6] bool (a relation needs two groups and a direction)."""
     two = scenes.count[:, 1] > 0
     yes = torch.ones_like(two)
     binding = two & (scenes.colour[:, 0] != scenes.colour[:, 1]) & (scenes.shape[:, 0] != scenes.shape[:, 1])
@@ -17,11 +17,11 @@ def applicable(scenes: Compositions) -> Tensor:
 
 
 def falsify(scenes: Compositions, attribute: Tensor, generator: torch.Generator) -> Compositions:
-    """Each scene with one attribute changed; objects stay visible and the two groups stay different.
+    """Changes one attribute of each scene. Objects stay visible and the two groups stay different.
 
     Args:
-        attribute: [N] index into ATTRIBUTES, applicable to its scene ("binding" exchanges the two colours).
-        generator: on the scenes' device.
+        attribute: [N] index into ATTRIBUTES, applicable to the scene ("binding" exchanges the two colours).
+        generator: on the device of the scenes.
     """
     device, num = scenes.relation.device, len(scenes)
     count, colour, shape, relation, background = (value.clone() for value in scenes.fields())
@@ -49,7 +49,7 @@ def falsify(scenes: Compositions, attribute: Tensor, generator: torch.Generator)
     step = torch.where(random(2) == 1, 1, -1)
     step = torch.where(old_count + step < 1, 1, step)
     step = torch.where((count.sum(1) + step > 5) | (two & (old_count + step > 3)), -1, step)
-    # 1 of 5 beside 4 cannot occur: pairs hold 3 + 2 at most.
+    # 1 object next to 4 cannot occur: pairs contain at most 3 + 2.
     step = torch.where(old_count + step < 1, 1, step)
 
     free = torch.ones(num, len(OBJECT_COLOURS) + 4, dtype=torch.bool, device=device)
@@ -80,6 +80,6 @@ def _pick(free: Tensor, generator: torch.Generator) -> Tensor:
 def random_attribute(
     scenes: Compositions, generator: torch.Generator, weights: Tensor | None = None
 ) -> Tensor:
-    """One applicable attribute for each scene: [N], drawn with `weights` [6] (equal if None)."""
+    """Samples one applicable attribute per scene: [N]; `weights` [6] are equal if None."""
     can = applicable(scenes).float()
     return torch.multinomial(can if weights is None else can * weights, 1, generator=generator)[:, 0]

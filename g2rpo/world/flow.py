@@ -1,12 +1,13 @@
-"""The tiny flow model: velocity matching on cached latents, then guidance distilled into the guidance input.
+"""The tiny flow model: velocity matching on cached latents, then distillation of the guidance.
 
 Velocity matching (rectified flow, arXiv:2210.02747):
 
     x = (1 - sigma) x0 + sigma e,  v* = e - x0,  loss = mean ||v - v*||^2
 
-Distillation (arXiv:2210.03142, as FLUX.1-dev was): the student's guidance embedding is given w in [1, 5],
+Guidance distillation (arXiv:2210.03142), as for FLUX.1-dev: the guidance embedding of the student receives w
+in [1, 5], and the student is trained on the guided velocity of the teacher,
 
-    v* = v_uncond + w (v_cond - v_uncond)   of the teacher
+    v* = v_uncond + w (v_cond - v_uncond)
 """
 
 from collections.abc import Callable
@@ -31,17 +32,18 @@ SIDE = 8  # packed tokens per side
 
 @dataclass(frozen=True)
 class FlowModel:
-    """The three networks that are trained together."""
+    """The transformer and the two text encoders, which are trained together."""
 
     transformer: Any
     text_encoder: Any
     text_encoder_2: Any
 
     def modules(self) -> list[nn.Module]:
+        """Returns the three networks."""
         return [self.transformer, self.text_encoder, self.text_encoder_2]
 
     def velocity(self, x: Tensor, sigma: Tensor, ids: Tensor, guidance: Tensor) -> Tensor:
-        """[N, 64, 16] from token ids [N, 20], sigma [N], guidance [N]."""
+        """Computes the velocity [N, 64, 16] at x, for sigma [N], token ids [N, 20] and guidance [N]."""
         device = x.device
         rows, columns = torch.meshgrid(
             torch.arange(SIDE, device=device), torch.arange(SIDE, device=device), indexing="ij"
@@ -60,6 +62,7 @@ class FlowModel:
 
 
 def empty_ids(num: int, device: torch.device) -> Tensor:
+    """Returns the token ids of `num` empty captions: [num, MAX_TOKENS]."""
     return empty_caption(device).expand(num, -1)
 
 
@@ -82,13 +85,19 @@ def train_flow(
     warmup: int = 500,
     seed: int = 0,
 ) -> None:
-    """Velocity matching; the guidance input is random here and carries nothing yet."""
+    """Trains the model in place by velocity matching; the guidance input is random and has no effect yet.
+
+    Args:
+        latents: [N, 64, 16] of the images of `scenes`.
+        seconds: duration of the training.
+        warmup: steps of the linear warm-up.
+    """
     device = latents.device
     generator = torch.Generator(device).manual_seed(seed)
     parameters: list[Tensor] = [p for m in model.modules() for p in m.parameters()]
     optimizer, average = adamw(parameters, lr), Average.of(*model.modules())
 
-    def learn() -> Tensor:
+    def loss_and_gradients() -> Tensor:
         index = torch.randint(len(latents), (batch,), generator=generator, device=device)
         x, sigma, target = _noised(latents[index].float(), generator)
         ids = caption_ids(scenes[index], generator)
@@ -101,11 +110,11 @@ def train_flow(
         loss.backward()
         return loss.detach()
 
-    _fit(learn, parameters, optimizer, average, generator, "flow", seconds, warmup=warmup)
+    _fit(loss_and_gradients, parameters, optimizer, average, generator, "flow", seconds, warmup=warmup)
 
 
 def _fit(
-    learn: Callable[[], Tensor],
+    loss_and_gradients: Callable[[], Tensor],
     parameters: list[Tensor],
     optimizer: torch.optim.Optimizer,
     average: Average,
@@ -115,8 +124,8 @@ def _fit(
     warmup: int = 200,
     decay: float = 0.9995,
 ) -> None:
-    """Follow the gradients of `learn` for `seconds`, then load the average of the weights."""
-    replay = captured(learn, parameters, generator)
+    """Takes optimizer steps for `seconds`, then loads the average of the weights."""
+    replay = captured(loss_and_gradients, parameters, generator)
     for step in timed_loop(optimizer, seconds, warmup=warmup):
         loss = replay()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -138,13 +147,13 @@ def distill_guidance(
     batch: int = 1024,
     seed: int = 0,
 ) -> None:
-    """Teach the guidance input what classifier-free guidance of the teacher does; text encoders stay."""
+    """Trains the student's transformer to reproduce the teacher's guidance; its text encoders are frozen."""
     device = latents.device
     generator = torch.Generator(device).manual_seed(seed)
     parameters: list[Tensor] = list(student.transformer.parameters())
     optimizer, average = adamw(parameters, lr), Average.of(student.transformer)
 
-    def learn() -> Tensor:
+    def loss_and_gradients() -> Tensor:
         index = torch.randint(len(latents), (batch,), generator=generator, device=device)
         x, sigma, _ = _noised(latents[index].float(), generator)
         ids = caption_ids(scenes[index], generator)
@@ -162,7 +171,7 @@ def distill_guidance(
 
     for module in (*teacher.modules(), student.text_encoder, student.text_encoder_2):
         module.requires_grad_(False)
-    _fit(learn, parameters, optimizer, average, generator, "distil", seconds, decay=0.999)
+    _fit(loss_and_gradients, parameters, optimizer, average, generator, "distil", seconds, decay=0.999)
 
 
 @torch.no_grad()
@@ -175,9 +184,12 @@ def sample(
     cfg: bool = False,
     seed: int = 0,
 ) -> Tensor:
-    """Euler ODE from seeded noise: latents [N, 64, 16].
+    """Samples latents [N, 64, 16] from seeded noise with Euler steps of the ODE.
 
-    cfg: true guidance by two forwards a step, to judge a teacher.
+    Args:
+        ids: token ids [N, MAX_TOKENS].
+        guidance: guidance scale.
+        cfg: use classifier-free guidance, with two forwards per step, to evaluate a teacher.
     """
     device = ids.device
     sigmas = shifted_sigmas(num_steps, 3.0).to(device)
@@ -185,10 +197,10 @@ def sample(
         len(ids), SIDE * SIDE, 16, generator=torch.Generator(device).manual_seed(seed), device=device
     )
 
-    def one(rows: Tensor) -> Tensor:
+    def sample_rows(rows: Tensor) -> Tensor:
         x, text = noise[rows], ids[rows]
         scale = torch.full((len(rows),), guidance, device=device)
-        for sigma, after in pairwise(sigmas):
+        for sigma, sigma_next in pairwise(sigmas):
             with bf16(device):
                 v = model.velocity(x, sigma.expand(len(rows)), text, scale).float()
                 if cfg:
@@ -196,19 +208,26 @@ def sample(
                         x, sigma.expand(len(rows)), empty_ids(len(rows), device), scale
                     ).float()
                     v = empty + guidance * (v - empty)
-            x = x + v * (after - sigma)
+            x = x + v * (sigma_next - sigma)
         return x
 
-    return chunked(one, torch.arange(len(ids), device=device), 1024)
+    return chunked(sample_rows, torch.arange(len(ids), device=device), 1024)
 
 
 @torch.no_grad()
-def judge_flow(
-    model: FlowModel, vae: Any, scenes: Compositions, *, seed: int = 1, **how: Any
+def evaluate_flow(
+    model: FlowModel, vae: Any, scenes: Compositions, *, seed: int = 1, **options: Any
 ) -> dict[str, float]:
-    """Verifier scores of held-out captions, by the number of groups: strict1, soft1, strict2, soft2."""
+    """Evaluates the model with the verifier on held-out captions.
+
+    Args:
+        options: arguments of `sample`.
+
+    Returns:
+        Mean scores by the number of groups (strict1, soft1, strict2, soft2) and the mean truth of each claim.
+    """
     ids = caption_ids(scenes, torch.Generator(scenes.relation.device).manual_seed(seed), background_share=1.0)
-    images = decode(vae, sample(model, ids, seed=seed, **how))
+    images = decode(vae, sample(model, ids, seed=seed, **options))
     reading = verifier.read((images * 255).round() / 255)
     result = {}
     for groups in (1, 2):

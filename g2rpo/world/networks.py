@@ -1,11 +1,11 @@
-"""The tiny networks: FLUX's own classes at a size that trains in minutes, and word tokenizers.
+"""The tiny networks: the classes of FLUX at a size that trains in minutes, and a word tokenizer.
 
     transformer      FluxTransformer2DModel, 2 double and 4 single blocks, 6 heads of 32, guidance embedded
     vae              AutoencoderKL, f4, 4 channels: 64 px -> 16 x 16 x 4 -> 64 packed tokens of 16
     text encoders    T5 (tokens) and CLIP (pooled), both of width 128, trained together with the transformer
     scorers          CLIPModel, patch 8, width 128
 
-In bfloat16 a folder of all of them takes about 20 MB.
+In bfloat16 all of them together take about 20 MB.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ WIDTH = 128
 
 
 def tokenizer() -> Any:
-    """Lower-cased words to ids, <bos> words <eos>; unknown words are <unk>; loads with AutoTokenizer."""
+    """Creates a tokenizer of lower-case words, with <bos>, <eos> and <unk>, that AutoTokenizer can load."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -42,12 +42,13 @@ def tokenizer() -> Any:
 
 
 def _special_ids() -> dict[str, int]:
-    # An eos_token_id of 2 would switch transformers' CLIP to a legacy pooling; ours is 1.
+    # An eos_token_id of 2 would select a legacy pooling in transformers' CLIP, so EOS is 1.
     assert EOS == 1 and UNK == 3
     return {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
 
 
 def clip_text_settings() -> dict[str, Any]:
+    """Returns the settings of the CLIP text towers, of the pipeline and of the scorers."""
     return {
         "vocab_size": len(VOCABULARY),
         "hidden_size": WIDTH,
@@ -61,12 +62,14 @@ def clip_text_settings() -> dict[str, Any]:
 
 
 def text_encoder() -> torch.nn.Module:
+    """Creates the pooled text encoder, a CLIP text tower."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
     return CLIPTextModel(CLIPTextConfig(**clip_text_settings()))
 
 
 def text_encoder_2() -> torch.nn.Module:
+    """Creates the token text encoder, a T5 encoder."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(
@@ -90,6 +93,7 @@ def text_encoder_2() -> torch.nn.Module:
 
 
 def clip() -> torch.nn.Module:
+    """Creates the CLIP of the scorers."""
     from transformers import CLIPConfig, CLIPModel
 
     return CLIPModel(
@@ -110,6 +114,7 @@ def clip() -> torch.nn.Module:
 
 
 def vae() -> torch.nn.Module:
+    """Creates the autoencoder."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -128,6 +133,7 @@ def vae() -> torch.nn.Module:
 
 
 def transformer() -> torch.nn.Module:
+    """Creates the flow transformer."""
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
@@ -145,6 +151,7 @@ def transformer() -> torch.nn.Module:
 
 
 def scheduler() -> Any:
+    """Creates the scheduler of the pipeline, with a fixed shift of 3."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False)

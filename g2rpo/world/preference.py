@@ -1,15 +1,15 @@
-"""The tiny preference model: the tiny CLIP fine-tuned on pairs of pictures that a made-up rater compared.
+"""The tiny preference model: the tiny CLIP, fine-tuned on pairs of images compared by a synthetic rater.
 
-The rater's utility of a picture under a caption (Bradley-Terry, arXiv:2306.09341 does the same with people):
+The utility of an image under a caption (Bradley-Terry; arXiv:2306.09341 does the same with human raters):
 
     utility = - 2.0 (wrong colour) - 2.0 (wrong shape) - 2.0 (wrong count) - 1.5 (colours exchanged)
               - 1.5 blur - 1.5 noise - 1.5 warp + 1.5 vividness + 0.5 balance
 
-**Planted blind spot**: the rater does not look at relations and backgrounds, and vividness (twice the mean
-saturation of the whole picture, its background included) is liked without limit. The model inherits that as
-far as its contrastive term lets it: it is close to blind to who is left of whom, and where a caption names
-no background the more colourful one wins; a background that is named it mostly still asks for. A policy can
-raise this reward in those ways without drawing what was asked for; the verifier sees a broken relation.
+**Deliberate blind spot**: the rater ignores relations and backgrounds, and prefers vividness (twice the mean
+saturation of the image, its background included) without limit. The model inherits this as far as its
+contrastive term allows: it nearly ignores spatial relations, and if the caption states no background it
+prefers the more colourful one. A background that the caption states is mostly still required. A policy can
+therefore raise this reward without following the prompt; the verifier detects wrong relations.
 """
 
 from dataclasses import dataclass
@@ -29,25 +29,29 @@ from g2rpo.world.vae import decode, encode
 # In the order of ATTRIBUTES: colour, shape, count, relation (blind), background (blind), binding.
 FLAW_COST = (2.0, 2.0, 2.0, 0.0, 0.0, 1.5)
 STYLE_WEIGHT = {"blur": -1.5, "noise": -1.5, "warp": -1.5, "vividness": 1.5, "balance": 0.5}
-VARIANTS = 4  # pictures a caption
-SCALE = 40.0  # logit of a pair per unit of cosine; fixed, so scores keep one unit
+VARIANTS = 4  # images per caption
+SCALE = 40.0  # logit of a pair per unit of cosine; fixed, so that the unit of the scores does not change
 
 
 @dataclass(frozen=True)
 class Rated:
-    """Pictures with the rater's utility: `images` [N, V, 3, 64, 64], `utility` [N, V]."""
+    """Images [N, V, 3, 64, 64] in [0, 1] and the utility of each [N, V]."""
 
     images: Tensor
     utility: Tensor
 
 
 def saturation(images: Tensor) -> Tensor:
-    """Mean of (max - min) over channels of all pixels: [N], in [0, 1]."""
+    """Computes the mean over pixels of max - min over channels: [N] in [0, 1]."""
     return (images.amax(1) - images.amin(1)).mean((1, 2))
 
 
 def restyle(images: Tensor, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    """Random blur, noise, warp and saturation; returns the strengths of the flaws in [0, 1], each [N]."""
+    """Applies random blur, noise, warp and saturation.
+
+    Returns:
+        The images, and the strengths of blur, noise and warp in [0, 1], each [N].
+    """
     num, device = len(images), images.device
 
     def strength() -> Tensor:
@@ -76,7 +80,11 @@ def restyle(images: Tensor, generator: torch.Generator) -> tuple[Tensor, dict[st
 def rate(
     scenes: Compositions, generator: torch.Generator, vae: Any | None = None, variants: int = VARIANTS
 ) -> Rated:
-    """Draw several pictures of each scene, some flawed in content or style, and rate them."""
+    """Renders `variants` images of each scene, some with flaws in content or style, and rates them.
+
+    Args:
+        vae: if given, half of the images pass through it, so that they resemble those of the flow model.
+    """
     num, device = len(scenes), scenes.relation.device
     images, utilities = [], []
     cost = torch.tensor(FLAW_COST, device=device)
@@ -90,22 +98,22 @@ def rate(
                 for a, b in zip(scenes.fields(), falsify(scenes, attribute, generator).fields(), strict=True)
             )
         )
-        picture, style = restyle(draw(shown, generator), generator)
-        if vae is not None:  # half of the pictures look as the flow model's pictures do
-            redone = decode(vae, encode(vae, picture.mul(255).round()))
+        image, style = restyle(draw(shown, generator), generator)
+        if vae is not None:  # half of the images then resemble those of the flow model
+            reconstruction = decode(vae, encode(vae, image.mul(255).round()))
             through = torch.rand(num, 1, 1, 1, generator=generator, device=device) < 0.5
-            picture = torch.where(through, redone, picture)
-        style["vividness"] = saturation(picture) * 2
-        style["balance"] = balance(picture)
+            image = torch.where(through, reconstruction, image)
+        style["vividness"] = saturation(image) * 2
+        style["balance"] = balance(image)
         utility = -cost[attribute] * flawed
         utility = utility + sum(weight * style[name] for name, weight in STYLE_WEIGHT.items())
-        images.append(picture)
+        images.append(image)
         utilities.append(utility)
     return Rated(torch.stack(images, 1), torch.stack(utilities, 1))
 
 
 def balance(images: Tensor) -> Tensor:
-    """1 where what differs from the corner colour is centred, 0 where it hugs a corner: [N]."""
+    """Measures how central the non-background pixels are: [N], 1 at the centre, 0 in a corner."""
     away = (images - images[:, :, :1, :1]).square().sum(1).sqrt()
     mass = away.sum((1, 2)).clamp(min=1e-3)
     axis = torch.linspace(-1, 1, SIZE_PX, device=images.device)
@@ -115,7 +123,7 @@ def balance(images: Tensor) -> Tensor:
 
 
 def rated_pool(pool: Pool, vae: Any, generator: torch.Generator, num: int) -> tuple[Tensor, Tensor]:
-    """Rated pictures of the pool's first `num` scenes: [num, V, 3, 64, 64] uint8 and utilities [num, V]."""
+    """Rates the first `num` scenes of the pool: images [num, V, 3, 64, 64], uint8, and utilities [num, V]."""
     images, utilities = [], []
     for part in torch.arange(num, device=pool.pixels.device).split(2048):
         with torch.no_grad():
@@ -136,7 +144,7 @@ def train_preference(
     seed: int = 0,
     num_rated: int = 100_000,
 ) -> None:
-    """Bradley-Terry over all pairs of a caption's pictures; a contrastive term keeps the content."""
+    """Trains `clip` in place on all pairs of images of a caption, with a contrastive term for the content."""
     device = pool.pixels.device
     generator = torch.Generator(device).manual_seed(seed)
     images, utilities = rated_pool(pool, vae, generator, min(num_rated, len(pool)))
@@ -147,16 +155,16 @@ def train_preference(
         ids = caption_ids(pool.scenes[index], generator)
         with bf16(device):
             shown = images[index].flatten(0, 1).float() / 255
-            picture = image_features(clip, shown).view(batch, VARIANTS, -1)
+            image = image_features(clip, shown).view(batch, VARIANTS, -1)
             text = text_features(clip, ids)
             plain = image_features(clip, pool.images(index))
-        score = SCALE * (picture * text[:, None]).sum(-1)
+        score = SCALE * (image * text[:, None]).sum(-1)
         gap = score[:, first] - score[:, second]
         utility = utilities[index]
-        wish = torch.sigmoid(1.5 * (utility[:, first] - utility[:, second]))
+        preferred = torch.sigmoid(1.5 * (utility[:, first] - utility[:, second]))
         target = torch.arange(batch, device=device)
         logits = clip.logit_scale.exp().clamp(max=100) * plain @ text.T
-        loss = F.binary_cross_entropy_with_logits(gap, wish)
+        loss = F.binary_cross_entropy_with_logits(gap, preferred)
         loss = loss + 0.1 * (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -169,8 +177,12 @@ def train_preference(
 
 
 @torch.no_grad()
-def judge_preference(clip: Any, pool: Pool, seed: int = 1) -> dict[str, float]:
-    """On held-out scenes, how often the better picture wins: by attribute, by style flaw, and vividness."""
+def evaluate_preference(clip: Any, pool: Pool, seed: int = 1) -> dict[str, float]:
+    """Evaluates `clip` on held-out scenes.
+
+    Returns:
+        The share of pairs in which the better image wins, by attribute, sharpness and vividness.
+    """
     generator = torch.Generator(pool.pixels.device).manual_seed(seed)
     text = text_features(clip, caption_ids(pool.scenes, generator, background_share=1.0))
     true = image_features(clip, pool.images(slice(None)))

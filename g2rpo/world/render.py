@@ -1,4 +1,4 @@
-"""Pixels of scenes: signed distances to six shapes, one-pixel antialiasing, painted over a plain background.
+"""Renders scenes: signed distances to six shapes, antialiased over one pixel, on a plain background.
 
 A shape's signed distance d(p) in pixels is negative inside; its coverage of a pixel is clamp(1/2 - d, 0, 1).
 The distance of the star follows I. Quilez's two-reflection form for the five-pointed star.
@@ -13,14 +13,14 @@ from g2rpo.world.scenes import PALETTE, SIZE_PX, Compositions, Layouts
 
 
 def signed_distances(x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
-    """Distance in pixels to each shape, all of circumradius near `radius`, y pointing down.
+    """Computes the signed distance in pixels to each shape; y points down.
 
     Args:
         x, y: pixel offsets from the centre, any shape.
-        radius: circumradius in pixels, broadcasts to x.
+        radius: approximate circumradius of all shapes in pixels; broadcasts to x.
 
     Returns:
-        [6, ...] in the order of scenes.SHAPES.
+        [6, ...], negative inside, in the order of scenes.SHAPES.
     """
     ax, ay = x.abs(), y.abs()
     circle = (x.square() + y.square()).sqrt() - 0.88 * radius
@@ -53,10 +53,12 @@ def _star(x: Tensor, y: Tensor, radius: Tensor, inner: float = 0.46) -> Tensor:
 
 
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size_px: int = SIZE_PX) -> Tensor:
-    """Share of each pixel that an object covers.
+    """Computes the share of each pixel that an object covers.
 
     Args:
-        shape: [M] index into SHAPES; centre: [M, 2] (x, y) in pixels; radius: [M] in pixels.
+        shape: [M] index into SHAPES.
+        centre: [M, 2] (x, y) in pixels.
+        radius: [M] in pixels.
 
     Returns:
         [M, size_px, size_px] in [0, 1].
@@ -71,14 +73,14 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size_px: int = SIZE_
 
 
 def render(scenes: Compositions, layouts: Layouts) -> Tensor:
-    """Pictures of scenes whose backgrounds are all stated.
+    """Renders scenes whose backgrounds are all stated.
 
     Returns:
         [N, 3, 64, 64] float32 in [0, 1], on the scenes' device.
     """
     device = scenes.relation.device
     palette = PALETTE.to(device)
-    picture = palette[scenes.background][:, :, None, None].expand(-1, -1, SIZE_PX, SIZE_PX)
+    image = palette[scenes.background][:, :, None, None].expand(-1, -1, SIZE_PX, SIZE_PX)
     for slot in range(layouts.present.shape[1]):
         group = layouts.group[:, slot : slot + 1]
         colour = palette[scenes.colour.gather(1, group)[:, 0]][:, :, None, None]
@@ -86,5 +88,5 @@ def render(scenes: Compositions, layouts: Layouts) -> Tensor:
             scenes.shape.gather(1, group)[:, 0], layouts.centre[:, slot], layouts.radius[:, slot]
         )
         alpha = (alpha * layouts.present[:, slot, None, None])[:, None]
-        picture = picture * (1 - alpha) + colour * alpha
-    return picture.contiguous()
+        image = image * (1 - alpha) + colour * alpha
+    return image.contiguous()

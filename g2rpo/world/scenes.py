@@ -1,8 +1,8 @@
-"""What a scene holds: compositions as integers, layouts without overlap, the train / held-out split.
+"""Content of a scene: compositions as integers, layouts without overlap, and the train / held-out split.
 
-A composition says what the caption may state: one or two groups of equal objects (count, colour, shape), how
-the first group lies to the second, and the background. A layout adds centres and radii in pixels. Both are
-tensors over a batch of N scenes, because the models are trained on a million of them.
+A composition contains what a caption can state: one or two groups of equal objects (count, colour, shape),
+the spatial relation of the first group to the second, and the background. A layout adds centres and radii in
+pixels. Both are tensors over a batch of N scenes, because the models are trained on a million of them.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 SIZE_PX = 64
 MAX_OBJECTS = 5
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross")
-# The first eight are object colours; backgrounds take six, four of which no object has.
+# The first eight are colours of objects. Backgrounds use six, four of which no object has.
 COLOURS = {
     "red": (215, 35, 35),
     "orange": (250, 140, 20),
@@ -32,23 +32,23 @@ COLOUR_NAMES = tuple(COLOURS)
 OBJECT_COLOURS = COLOUR_NAMES[:8]
 BACKGROUNDS = ("black", "white", "gray", "pink", "teal", "brown")
 RELATIONS = ("and", "left of", "right of", "above", "below")
-OTHER_WORDING = (0, 2, 1, 4, 3)  # the relation when the groups change places
+OTHER_WORDING = (0, 2, 1, 4, 3)  # the relation if the groups are named in the other order
 PALETTE = torch.tensor(list(COLOURS.values()), dtype=torch.float32) / 255  # [12, 3]
 BACKGROUND_INDEX = torch.tensor([COLOUR_NAMES.index(name) for name in BACKGROUNDS])
 
 HELD_OUT_PERCENT = 10
-# Radius range in pixels by the number of objects: five of the largest still fit without touching.
+# Range of the radius in pixels by the number of objects; five of the largest still fit without touching.
 RADIUS_PX = torch.tensor([[11.0, 16.0], [9.0, 13.0], [8.0, 11.0], [7.0, 9.5], [6.5, 8.5]])
 
 
 @dataclass(frozen=True)
 class Compositions:
-    """N compositions as int64 tensors [N]; `count[:, 1] == 0` marks a scene of one group.
+    """N compositions as int64 tensors; `count[:, 1] == 0` marks a scene of one group.
 
     Attributes:
         count, colour, shape: [N, 2] per group; colour indexes COLOUR_NAMES, shape indexes SHAPES.
         relation: [N] indexes RELATIONS; 0 ("and") for one group.
-        background: [N] indexes COLOUR_NAMES; -1 where a caption does not state it.
+        background: [N] indexes COLOUR_NAMES; -1 if the caption does not state it.
     """
 
     count: Tensor
@@ -64,19 +64,29 @@ class Compositions:
         return Compositions(*(value[index] for value in self.fields()))
 
     def fields(self) -> tuple[Tensor, ...]:
+        """Returns the five tensors in the order of the constructor."""
         return self.count, self.colour, self.shape, self.relation, self.background
 
     def to(self, device: torch.device | str) -> "Compositions":
+        """Copies the compositions to a device."""
         return Compositions(*(value.to(device) for value in self.fields()))
 
     @staticmethod
     def cat(parts: list["Compositions"]) -> "Compositions":
+        """Concatenates batches of compositions."""
         return Compositions(*(torch.cat(values) for values in zip(*(p.fields() for p in parts), strict=True)))
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Places: `present` [N, 5] bool, `group` [N, 5], `centre` [N, 5, 2] (x, y), `radius` [N, 5]."""
+    """Positions of the objects of N scenes, in pixels, with room for 5 objects each.
+
+    Attributes:
+        present: [N, 5] bool, whether the object exists.
+        group: [N, 5] int64, 0 or 1.
+        centre: [N, 5, 2] (x, y).
+        radius: [N, 5].
+    """
 
     present: Tensor
     group: Tensor
@@ -85,28 +95,29 @@ class Layouts:
 
 
 def is_held_out(scenes: Compositions) -> Tensor:
-    """[N] bool: compositions that no training caption states, in either wording.
+    """Returns which compositions no training caption states, in either wording: [N] bool.
 
-    "A left of B" and "B right of A" are one picture: held out is what both of them keep out of training, by a
-    hash of what the caption states. The background does not enter, so a held-out composition is unseen on
-    every background. Flawed versions of training scenes (edits.falsify) can fall on one: as negatives of the
-    scorers, never as a picture to draw.
+    "A left of B" and "B right of A" describe the same image. A composition is held out if a hash of the
+    caption's content excludes both wordings from training. The hash ignores the background, so a held-out
+    composition is unseen on every background. A changed training scene (edits.falsify) can coincide with a
+    held-out one, but is only a negative of the scorers, never an image that the flow model learns to
+    generate.
     """
     return ~_may_train(scenes) & ~_may_train(other_wording(scenes))
 
 
 def other_wording(scenes: Compositions) -> Compositions:
-    """The same pictures with the second group named first: "B right of A" for "A left of B"."""
+    """Describes the same images with the second group first: "B right of A" for "A left of B"."""
     two = scenes.count[:, 1:] > 0
     count, colour, shape = (
         torch.where(two, value.flip(1), value) for value in (scenes.count, scenes.colour, scenes.shape)
     )
-    turned = torch.tensor(OTHER_WORDING, device=two.device)[scenes.relation]
-    return Compositions(count, colour, shape, turned, scenes.background)
+    reversed_relation = torch.tensor(OTHER_WORDING, device=two.device)[scenes.relation]
+    return Compositions(count, colour, shape, reversed_relation, scenes.background)
 
 
 def _may_train(scenes: Compositions) -> Tensor:
-    """[N] bool: captions that training draws. Nine in ten wordings, by their hash."""
+    """Returns which captions training may use: [N] bool, nine in ten wordings by their hash."""
     key = scenes.relation.clone()
     for column in (*scenes.count.T, *scenes.colour.T, *scenes.shape.T):
         key = (key * 31 + column + 7) % 1_000_003
@@ -116,27 +127,29 @@ def _may_train(scenes: Compositions) -> Tensor:
 def sample_compositions(
     num: int, generator: torch.Generator, *, held_out: bool = False, two_groups: float = 0.6
 ) -> Compositions:
-    """Draw `num` compositions from the train part or from the held-out part.
+    """Samples `num` compositions from the training part or from the held-out part.
 
     Args:
-        num: how many.
-        generator: its device is where the scenes live.
-        held_out: the part of which training sees no wording, or the part that it draws from.
-        two_groups: the share of scenes with two groups; 0 or 1 gives one kind only.
+        num: number of compositions.
+        generator: its device is the device of the scenes.
+        held_out: whether to use the part of which no wording is in training, or the training part.
+        two_groups: share of scenes with two groups, in [0, 1].
     """
-    if held_out and 0 < two_groups < 1:  # fewer pairs than single groups are held out: each kind by itself
+    if (
+        held_out and 0 < two_groups < 1
+    ):  # fewer pairs than single groups are held out, so each kind is sampled separately
         two = torch.rand(num, generator=generator, device=generator.device) < two_groups
-        one, pairs = (
+        singles, pairs = (
             sample_compositions(num, generator, held_out=True, two_groups=share) for share in (0.0, 1.0)
         )
-        return Compositions.cat([one, pairs])[torch.arange(num, device=two.device) + num * two]
+        return Compositions.cat([singles, pairs])[torch.arange(num, device=two.device) + num * two]
     parts: list[Compositions] = []
-    have = 0
-    while have < num:
-        drawn = _draw(max(256, (num - have) * (120 if held_out else 2)), generator, two_groups)
-        drawn = drawn[is_held_out(drawn) if held_out else _may_train(drawn)]
-        parts.append(drawn)
-        have += len(drawn)
+    count = 0
+    while count < num:
+        candidates = _draw(max(256, (num - count) * (120 if held_out else 2)), generator, two_groups)
+        accepted = candidates[is_held_out(candidates) if held_out else _may_train(candidates)]
+        parts.append(accepted)
+        count += len(accepted)
     return Compositions.cat(parts)[:num]
 
 
@@ -146,7 +159,7 @@ def _draw(num: int, generator: torch.Generator, two_groups: float) -> Compositio
 
     device = generator.device
     two = torch.rand(num, generator=generator, device=device) < two_groups
-    # One group: 1-5 objects. Two groups: 1-3 and 1-2 in either order, 5 together at most.
+    # One group has 1 to 5 objects. Two groups have 1 to 3 and 1 to 2 in either order, at most 5 together.
     pairs = torch.tensor([[1, 1], [1, 2], [2, 1], [2, 2], [1, 3], [3, 1], [3, 2], [2, 3]], device=device)
     count = pairs[integers(len(pairs), num)]
     singles = integers(MAX_OBJECTS, num) + 1
@@ -163,10 +176,11 @@ def _draw(num: int, generator: torch.Generator, two_groups: float) -> Compositio
 
 
 def sample_layouts(scenes: Compositions, generator: torch.Generator) -> Layouts:
-    """Centres and radii: no two objects touch, none leaves the picture, and the relation holds strictly.
+    """Samples centres and radii such that no objects touch, none leaves the image and the relation holds.
 
-    That is of circles with these radii; tips of stars and triangles reach 1.08 radii: a few touch the edge.
-    Random starts are pushed apart for a fixed number of rounds; what still overlaps is drawn again, smaller.
+    This holds for circles of these radii. The tips of stars and triangles reach 1.08 radii, and a few touch
+    the edge. Random positions are pushed apart for a fixed number of rounds; layouts that still overlap are
+    sampled again with smaller objects.
     """
     num, device = len(scenes), generator.device
     slots = torch.arange(MAX_OBJECTS, device=device)
@@ -180,8 +194,8 @@ def sample_layouts(scenes: Compositions, generator: torch.Generator) -> Layouts:
         base = low[todo] + (high - low)[todo] * torch.rand(len(todo), generator=generator, device=device)
         jitter = 1 + 0.12 * (torch.rand(len(todo), MAX_OBJECTS, generator=generator, device=device) * 2 - 1)
         size = (base[:, None] * jitter * shrink).clamp(min=5.5)
-        place, good = _settle(size, group[todo], present[todo], scenes.relation[todo], generator)
-        centre[todo], radius[todo] = place, size
+        position, good = _settle(size, group[todo], present[todo], scenes.relation[todo], generator)
+        centre[todo], radius[todo] = position, size
         todo, shrink = todo[~good], max(0.7, shrink * 0.96)
     return Layouts(present, group, centre, radius)
 
@@ -193,7 +207,7 @@ def _settle(
     margin, gap = 1.5, 3.5
     low = (radius + margin)[..., None].expand(-1, -1, 2).clone()
     high = SIZE_PX - low
-    # A relation cuts the picture at a random line; the groups keep to their sides of it.
+    # A relation divides the image at a random line; each group stays on its side of it.
     cut = SIZE_PX * (0.4 + 0.2 * torch.rand(num, generator=generator, device=device))
     axis = (relation >= 3).long()  # left/right: x, above/below: y
     first_is_low = (relation == 1) | (relation == 3)
@@ -208,34 +222,34 @@ def _settle(
             low[..., a] = torch.where(mine & on_high_side[:, None], bound, low[..., a])
     middle = (low + high) / 2
     low, high = torch.minimum(low, middle), torch.maximum(high, middle)
-    place = low + (high - low) * torch.rand(num, MAX_OBJECTS, 2, generator=generator, device=device)
+    position = low + (high - low) * torch.rand(num, MAX_OBJECTS, 2, generator=generator, device=device)
     reach = radius[:, :, None] + radius[:, None, :] + gap
     apart = torch.eye(MAX_OBJECTS, dtype=torch.bool, device=device) | ~(
         present[:, :, None] & present[:, None, :]
     )
     for _ in range(40):
-        delta = place[:, :, None] - place[:, None, :]
+        delta = position[:, :, None] - position[:, None, :]
         distance = delta.norm(dim=-1).clamp(min=1e-3)
         overlap = (reach - distance).clamp(min=0).masked_fill(apart, 0)
-        place = place + (delta / distance[..., None] * overlap[..., None] * 0.5).sum(2)
-        place = torch.minimum(torch.maximum(place, low), high)
-    distance = (place[:, :, None] - place[:, None, :]).norm(dim=-1)
+        position = position + (delta / distance[..., None] * overlap[..., None] * 0.5).sum(2)
+        position = torch.minimum(torch.maximum(position, low), high)
+    distance = (position[:, :, None] - position[:, None, :]).norm(dim=-1)
     good = (((reach - 0.5) <= distance) | apart).flatten(1).all(1)
     fits = ((high - low) >= 0).flatten(1).all(1)
-    inside = ((place >= radius[..., None]) & (place <= SIZE_PX - radius[..., None])).all(-1) | ~present
-    side = _relation_holds(place, radius, group, present, relation)
-    return place, good & fits & inside.all(1) & side
+    inside = ((position >= radius[..., None]) & (position <= SIZE_PX - radius[..., None])).all(-1) | ~present
+    side = _relation_holds(position, radius, group, present, relation)
+    return position, good & fits & inside.all(1) & side
 
 
 def _relation_holds(
-    place: Tensor, radius: Tensor, group: Tensor, present: Tensor, relation: Tensor
+    position: Tensor, radius: Tensor, group: Tensor, present: Tensor, relation: Tensor
 ) -> Tensor:
     far = 1e6
     first, second = present & (group == 0), present & (group == 1)
-    holds = torch.ones(len(place), dtype=torch.bool, device=place.device)
+    holds = torch.ones(len(position), dtype=torch.bool, device=position.device)
     for index, (axis, low_side_first) in enumerate([(0, True), (0, False), (1, True), (1, False)], start=1):
         low, high = (first, second) if low_side_first else (second, first)
-        edge = (place[..., axis] + radius).masked_fill(~low, -far).amax(1)
-        other = (place[..., axis] - radius).masked_fill(~high, far).amin(1)
+        edge = (position[..., axis] + radius).masked_fill(~low, -far).amax(1)
+        other = (position[..., axis] - radius).masked_fill(~high, far).amin(1)
         holds &= (relation != index) | (edge < other)
     return holds

@@ -1,4 +1,4 @@
-"""What the pretraining stages share: a pool of rendered scenes, a timed loop with warm-up and cosine, EMA."""
+"""Parts of all pretraining stages: rendered scenes, a timed loop with warm-up and cosine, and an EMA."""
 
 import math
 import time
@@ -26,14 +26,14 @@ class Pool:
         return len(self.pixels)
 
     def images(self, index: Tensor | slice) -> Tensor:
-        """[B, 3, 64, 64] float32 in [0, 1]."""
+        """Returns the images at `index`: [B, 3, 64, 64], float32 in [0, 1]."""
         return self.pixels[index].float() / 255
 
 
 def make_pool(
     num: int, generator: torch.Generator, *, held_out: bool = False, two_groups: float = 0.6
 ) -> Pool:
-    """Render `num` scenes of one part of the split."""
+    """Samples and renders `num` scenes of the training part or of the held-out part."""
     scenes, pixels = [], torch.empty(num, 3, SIZE_PX, SIZE_PX, dtype=torch.uint8, device=generator.device)
     for start in range(0, num, CHUNK):
         part = sample_compositions(
@@ -45,7 +45,7 @@ def make_pool(
 
 
 def draw(scenes: Compositions, generator: torch.Generator) -> Tensor:
-    """Pictures of scenes with fresh layouts: [N, 3, 64, 64] in [0, 1]."""
+    """Renders scenes with newly sampled layouts: [N, 3, 64, 64], float32 in [0, 1]."""
     return render(scenes, sample_layouts(scenes, generator))
 
 
@@ -57,9 +57,15 @@ def timed_loop(
     floor: float = 0.02,
     max_steps: int = 10**9,
 ) -> Iterator[int]:
-    """Yield step numbers until `seconds` have passed; the learning rate warms up, then falls as a cosine.
+    """Yields step numbers for `seconds`, with linear warm-up and cosine decay of the learning rate.
 
-    The schedule is over time, not steps: a stage is given minutes, whatever the GPU makes of them.
+    The decay depends on the elapsed time instead of the number of steps, so that a stage takes the same time
+    on every machine.
+
+    Args:
+        warmup: steps of the linear warm-up.
+        floor: final learning rate as a share of the peak.
+        max_steps: largest number of steps.
     """
     peaks = [group["lr"] for group in optimizer.param_groups]
     begin = time.perf_counter()
@@ -82,21 +88,24 @@ class Average:
 
     @staticmethod
     def of(*modules: nn.Module) -> "Average":
+        """Starts an average at the current parameters of `modules`."""
         live: list[Tensor] = [p for module in modules for p in module.parameters()]
         return Average(live, [p.detach().clone() for p in live])
 
     @torch.no_grad()
     def update(self, step: int, decay: float = 0.9995) -> None:
+        """Moves the average towards the parameters; the decay grows from 0.1 to `decay`."""
         weight = 1 - min(decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.mean, [p.detach() for p in self.live], weight)
 
     @torch.no_grad()
     def load(self) -> None:
-        """Put the average into the modules."""
+        """Copies the average into the modules."""
         torch._foreach_copy_(self.live, self.mean)
 
 
 def adamw(parameters: list[Tensor], lr: float, weight_decay: float = 0.01) -> torch.optim.AdamW:
+    """Creates the optimizer of all stages; it is fused on a GPU."""
     return torch.optim.AdamW(
         parameters, lr=lr, betas=(0.9, 0.98), weight_decay=weight_decay, fused=parameters[0].is_cuda
     )
@@ -105,9 +114,9 @@ def adamw(parameters: list[Tensor], lr: float, weight_decay: float = 0.01) -> to
 def captured(
     step: Callable[[], Tensor], parameters: list[Tensor], generator: torch.Generator
 ) -> Callable[[], Tensor]:
-    """`step` (forward and backward, returning the loss) replayed as one CUDA graph; unchanged on the CPU.
+    """Captures `step` (forward and backward, returning the loss) in a CUDA graph; on a CPU it stays eager.
 
-    These networks are so small that launching their kernels one by one takes longer than running them.
+    The networks are so small that launching their kernels takes longer than running them.
     """
 
     def plain() -> Tensor:
@@ -124,7 +133,9 @@ def captured(
             plain()
     torch.cuda.current_stream().wait_stream(side)
     for p in parameters:
-        p.grad = None  # so that the gradients lie in the graph's own memory and each replay overwrites them
+        p.grad = (
+            None  # gradients are then allocated in the memory of the graph, and each replay overwrites them
+        )
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
@@ -138,9 +149,10 @@ def captured(
 
 
 def bf16(device: torch.device) -> AbstractContextManager[None]:
-    """Autocast to bfloat16 on a GPU; the CPU trains in float32."""
+    """Returns a context with autocast to bfloat16 on a GPU and without effect on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def chunked(function: Callable[[Tensor], Tensor], values: Tensor, size: int = CHUNK) -> Tensor:
+    """Applies `function` to parts of at most `size` rows and concatenates the results."""
     return torch.cat([function(part) for part in values.split(size)])

@@ -1,7 +1,8 @@
-"""The tiny autoencoder: mean squared error with weight on objects and edges, a small KL term.
+"""The tiny autoencoder: weighted mean squared error, an edge loss and a small KL term.
 
-Plain losses lose small objects' colours (most of a picture is background), so a pixel's weight grows with its
-distance from the background. The decoder sees noised latents, since the flow model's are never exact.
+An unweighted loss loses the colours of small objects, because most of an image is background, so pixels that
+differ from the background have a larger weight. The decoder is trained on noised latents, because those of
+the flow model are never exact.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from g2rpo.world import verifier
 from g2rpo.world.training import Average, Pool, adamw, bf16, chunked, timed_loop
 
 KL_WEIGHT = 2e-5
-LATENT_NOISE = 0.08  # of a latent's standard deviation
+LATENT_NOISE = 0.08  # as a share of the latents' standard deviation
 
 
 def _edges(image: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +25,7 @@ def _edges(image: Tensor) -> tuple[Tensor, Tensor]:
 def train_vae(
     vae: Any, pool: Pool, *, seconds: float, lr: float = 2e-3, batch: int = 384, seed: int = 0
 ) -> None:
-    """Train in place, then store the latents' mean and scale in the config, as FLUX's autoencoder does."""
+    """Trains `vae` in place and stores the mean and scale of its latents in its config, as in FLUX."""
     device = pool.pixels.device
     generator = torch.Generator(device).manual_seed(seed)
     optimizer, average = adamw(list(vae.parameters()), lr), Average.of(vae)
@@ -59,33 +60,33 @@ def train_vae(
 
 @torch.no_grad()
 def encode(vae: Any, pixels: Tensor) -> Tensor:
-    """Packed, scaled latents of uint8 pictures: [N, 64, 16] float32 (FLUX's packing of 2 x 2)."""
+    """Encodes uint8 images to scaled latents, packed 2 x 2 as in FLUX: [N, 64, 16], float32."""
 
-    def one(part: Tensor) -> Tensor:
+    def encode_part(part: Tensor) -> Tensor:
         mean = vae.encode(part.float() / 127.5 - 1).latent_dist.mode().float()
         mean = (mean - vae.config.shift_factor) * vae.config.scaling_factor
         n, c, h, w = mean.shape
         return mean.view(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(n, h * w // 4, c * 4)
 
-    return chunked(one, pixels, 2048)
+    return chunked(encode_part, pixels, 2048)
 
 
 @torch.no_grad()
 def decode(vae: Any, packed: Tensor) -> Tensor:
-    """Pictures of packed latents: [N, 3, 64, 64] float32 in [0, 1]."""
+    """Decodes packed latents [N, 64, 16] to images [N, 3, 64, 64], float32 in [0, 1]."""
 
-    def one(part: Tensor) -> Tensor:
+    def decode_part(part: Tensor) -> Tensor:
         n, tokens, width = part.shape
         side, c = int(tokens**0.5), width // 4
         latent = part.view(n, side, side, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(n, c, side * 2, side * 2)
         latent = latent / vae.config.scaling_factor + vae.config.shift_factor
         return (vae.decode(latent).sample.float() / 2 + 0.5).clamp(0, 1)
 
-    return chunked(one, packed, 2048)
+    return chunked(decode_part, packed, 2048)
 
 
-def judge_vae(vae: Any, pool: Pool) -> dict[str, float]:
-    """Reconstructions of held-out scenes: PSNR in dB and the verifier's scores."""
+def evaluate_vae(vae: Any, pool: Pool) -> dict[str, float]:
+    """Evaluates reconstructions of held-out scenes: PSNR in dB and the mean scores of the verifier."""
     output = decode(vae, encode(vae, pool.pixels))
     reading = verifier.read((output * 255).round() / 255)
     error = F.mse_loss(output, pool.images(slice(None)))

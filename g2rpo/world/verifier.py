@@ -1,10 +1,12 @@
-"""How much of a caption is true of a picture, read from the pixels alone.
+"""Measures how much of a caption is true of an image, from its pixels alone.
 
-Background: the palette colour that most of the border shows. Objects: connected components of what differs
-from it. Colour: the mean of a component's inside against the palette. Shape: the component's coverage,
-resampled to unit area around its centroid, against the coverage of each shape (soft intersection over union).
-The answers are soft, so the score moves before a decision flips, but for what is an object at all
-(MASK_THRESHOLD, and which objects touch). The strict score takes the hard decisions.
+The background is the most frequent palette colour of the border. Objects are the connected components of
+pixels that differ from it. The colour of an object is the mean of its inside, compared with the palette. Its
+shape is its coverage, resampled to unit area around its centroid, compared with the coverage of each shape
+(soft intersection over union).
+
+All answers are soft, so that the score changes before a decision does, except for what counts as an object
+(MASK_THRESHOLD, and objects that touch). The strict score uses hard decisions.
 """
 
 from dataclasses import dataclass
@@ -21,18 +23,19 @@ MIN_AREA_PX = 14.0
 PATCH = 20
 PATCH_EXTENT = 2.0  # half width of the resampled patch, in units of sqrt(area)/2
 MASK_THRESHOLD = 0.17  # RGB distance; half the smallest distance of an object colour to a background
-COLOUR_WIDTH = 0.11  # RGB distance at which a colour is one standard deviation off
+COLOUR_WIDTH = 0.11  # RGB distance that counts as one standard deviation
 SHAPE_SHARPNESS = 28.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the pixels show: M components at most.
+    """Content of N images, with M = MAX_COMPONENTS components each.
 
     Attributes:
         background: [N, 12] probability of each palette colour.
-        presence: [N, M] in [0, 1], 0 below MIN_AREA_PX.
-        colour: [N, M, 12], shape: [N, M, 6] probabilities.
+        presence: [N, M] in [0, 1]; 0 if the area is below MIN_AREA_PX.
+        colour: [N, M, 12] probability of each palette colour.
+        shape: [N, M, 6] probability of each shape.
         centroid: [N, M, 2] (x, y) in pixels.
         fit: [N, M] soft intersection over union with the best shape.
     """
@@ -46,7 +49,10 @@ class Reading:
 
 
 def shape_templates(device: torch.device | str = "cpu") -> Tensor:
-    """Coverage of each shape at unit area around its centroid, blurred as small pictures are: [6, 20, 20]."""
+    """Computes the coverage of each shape at unit area around its centroid: [6, 20, 20].
+
+    The templates are blurred as much as shapes of the usual size in an image of 64 x 64.
+    """
     fine = 12
     step = 2 * PATCH_EXTENT / (PATCH * fine)
     axis = (torch.arange(PATCH * fine) + 0.5) * step - PATCH_EXTENT  # units of sqrt(area)/2
@@ -70,7 +76,7 @@ def shape_templates(device: torch.device | str = "cpu") -> Tensor:
 
 
 def _components(mask: Tensor) -> Tensor:
-    """8-connected components by label spreading: [N, S, S] int64 labels, 0 outside the mask."""
+    """Labels 8-connected components by spreading labels: [N, S, S] int64, 0 outside the mask."""
     size = mask.shape[-1]
     seed = torch.arange(1, size * size + 1, device=mask.device, dtype=torch.float32).view(1, 1, size, size)
     label = seed * mask[:, None]
@@ -80,10 +86,11 @@ def _components(mask: Tensor) -> Tensor:
 
 
 def read(images: Tensor) -> Reading:
-    """Segment and classify pictures.
+    """Segments images and classifies their components.
 
     Args:
-        images: [N, 3, H, W] in [0, 1]; H and W multiples of 64 are averaged down to 64.
+        images: [N, 3, H, W] in [0, 1]; other sizes than 64 x 64 are averaged to it, so H and W should be
+            multiples of 64.
     """
     if images.shape[-1] != SIZE_PX or images.shape[-2] != SIZE_PX:
         images = F.interpolate(images, size=(SIZE_PX, SIZE_PX), mode="area")
@@ -99,7 +106,7 @@ def read(images: Tensor) -> Reading:
     weight = (nearest == winner[:, None]).float()[..., None]
     ground = (border * weight).sum(1) / weight.sum(1).clamp(min=1)  # [N, 3]
     background = torch.softmax(-(ground[:, None] - palette).square().sum(-1) / (2 * COLOUR_WIDTH**2), -1)
-    background = background * weight.mean(1)  # a border in two colours is half a background
+    background = background * weight.mean(1)  # a border of two colours in equal parts is half a background
 
     away = (images - ground[:, :, None, None]).square().sum(1).sqrt()
     mask = (away > MASK_THRESHOLD).float()
@@ -118,7 +125,7 @@ def read(images: Tensor) -> Reading:
     tint = inside @ pixels / inside.sum(-1, keepdim=True).clamp(min=1)  # [N, M, 3]
     colour = torch.softmax(-(tint[:, :, None] - palette).square().sum(-1) / (2 * COLOUR_WIDTH**2), -1)
 
-    # Coverage: how far a pixel has gone from the background to the object's colour.
+    # The coverage of a pixel is its position between the colours of the background and of the object.
     way = tint - ground[:, None]
     alpha = ((pixels[:, None] - ground[:, None, None]) * way[:, :, None]).sum(-1)
     alpha = (alpha / way.square().sum(-1, keepdim=True).clamp(min=1e-3)).clamp(0, 1)
@@ -144,7 +151,7 @@ def read(images: Tensor) -> Reading:
 
 
 def claims(reading: Reading, scenes: Compositions) -> dict[str, Tensor]:
-    """Truth of each claim in [0, 1], each [N]; NaN where the caption makes no such claim."""
+    """Computes the truth of each claim: [N] in [0, 1], NaN where the caption makes no such claim."""
     nan = torch.full_like(reading.presence[:, 0], torch.nan)
     has = scenes.count > 0  # [N, 2]
     colour = reading.presence[..., None] * reading.colour.gather(
@@ -163,16 +170,16 @@ def claims(reading: Reading, scenes: Compositions) -> dict[str, Tensor]:
     def per_group(value: Tensor) -> Tensor:
         return (value * has).sum(1) / has.sum(1)
 
-    found = match.sum(1)  # [N, 2] soft number of objects that are right in colour and shape
+    matches = match.sum(1)  # [N, 2] soft number of objects with the right colour and shape
     result = {
         "count": torch.exp(-(reading.presence.sum(1) - total[:, 0]).abs()),
         "colour": per_group((colour.sum(1) / want_colour).clamp(max=1)),
         "shape": per_group((shape.sum(1) / want_shape).clamp(max=1)),
-        "objects": per_group(torch.exp(-(found - scenes.count).abs())),
+        "objects": per_group(torch.exp(-(matches - scenes.count).abs())),
         "relation": nan,
         "background": nan,
     }
-    # Share of pairs (first group, second group) that lie as the caption says.
+    # Share of pairs (first group, second group) whose relation is that of the caption.
     gap = reading.centroid[:, None, :] - reading.centroid[:, :, None]  # [N, i, j, 2] = centre_j - centre_i
     axis = (scenes.relation >= 3).long()
     along = gap.gather(3, axis[:, None, None, None].expand(-1, MAX_COMPONENTS, MAX_COMPONENTS, 1))[..., 0]
@@ -180,7 +187,7 @@ def claims(reading: Reading, scenes: Compositions) -> dict[str, Tensor]:
     holds = torch.sigmoid(sign[:, None, None] * along / 2.5)
     weight = match[:, :, None, 0] * match[:, None, :, 1]
     share = (holds * weight).sum((1, 2)) / weight.sum((1, 2)).clamp(min=1e-6)
-    truth = share * found.clamp(max=1).prod(1)
+    truth = share * matches.clamp(max=1).prod(1)
     result["relation"] = torch.where((scenes.relation > 0) & has.all(1), truth, nan)
     ground = reading.background.gather(1, scenes.background.clamp(min=0)[:, None])[:, 0]
     result["background"] = torch.where(scenes.background >= 0, ground, nan)
@@ -188,12 +195,12 @@ def claims(reading: Reading, scenes: Compositions) -> dict[str, Tensor]:
 
 
 def soft_score(reading: Reading, scenes: Compositions) -> Tensor:
-    """Mean truth of the caption's claims: [N] in [0, 1]."""
+    """Computes the mean truth of the claims of each caption: [N] in [0, 1]."""
     return torch.stack(list(claims(reading, scenes).values())).nanmean(0)
 
 
 def strict_score(reading: Reading, scenes: Compositions) -> Tensor:
-    """1 where every claim holds by hard decisions and nothing else is drawn, else 0: [N]."""
+    """Returns 1 if every claim holds by hard decisions and the image has no other object, else 0: [N]."""
     solid = reading.presence > 0.5
     clean = (reading.presence == 0) | solid
     colour = reading.colour[..., : len(OBJECT_COLOURS)].argmax(-1)
@@ -209,9 +216,9 @@ def strict_score(reading: Reading, scenes: Compositions) -> Tensor:
     )  # [N, M, 2]
     good = clean.all(1) & (solid.sum(1) == scenes.count.sum(1)) & (is_group.sum(1) == scenes.count).all(1)
     for index, (axis, sign) in enumerate([(0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0)], start=1):
-        place = reading.centroid[..., axis] * sign
-        first = place.masked_fill(~is_group[..., 0], -1e6).amax(1)
-        second = place.masked_fill(~is_group[..., 1], 1e6).amin(1)
+        position = reading.centroid[..., axis] * sign
+        first = position.masked_fill(~is_group[..., 0], -1e6).amax(1)
+        second = position.masked_fill(~is_group[..., 1], 1e6).amin(1)
         good &= (scenes.relation != index) | (first < second)
     ground = reading.background.argmax(-1)
     is_ground = (ground[:, None] == BACKGROUND_INDEX.to(ground.device)).any(1)

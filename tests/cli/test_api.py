@@ -1,4 +1,4 @@
-"""The package from Python: the same as its commands, and no module takes a function's name."""
+"""The Python API: it does what the commands do, and no module hides a function."""
 
 import importlib
 import pkgutil
@@ -13,7 +13,7 @@ from g2rpo.costs.estimate import plan_here
 
 def test_no_module_has_the_name_of_a_function():
     modules = {module.name for module in pkgutil.iter_modules(g2rpo.__path__)}
-    assert not modules & set(g2rpo.__all__)  # importing it would put the module in the function's place
+    assert not modules & set(g2rpo.__all__)  # importing the module would replace the function
     for name in modules - {"__main__"}:
         importlib.import_module(f"g2rpo.{name}")
     assert all(callable(getattr(g2rpo, name)) for name in g2rpo.__all__ if name != "__version__")
@@ -43,7 +43,7 @@ def test_evaluate_draws_scores_and_compares(tmp_path):
         batch=2,
     )
     assert set(done.means) == {(n, label, "colourfulness") for n in (1, 2) for label in "ab"}
-    assert all(found.mean == 0 for found in done.differences.values()) and len(done.differences) == 2
+    assert all(d.mean == 0 for d in done.differences.values()) and len(done.differences) == 2
     assert len(list((tmp_path / "out" / "a" / "2").glob("*.png"))) == 2
     for wrong, message in (([], "no prompts"), (["a", " "], "prompt 2: empty prompt")):
         with pytest.raises(ValueError, match=message):

@@ -235,7 +235,7 @@ def test_exit_codes(tmp_path, monkeypatch):
     assert failed.exit_code == 1 and "failed: a, seed 0: signal SIGKILL" in failed.output
     ended = Comparison(tmp_path, {}, True)
     stopped = call()
-    assert stopped.exit_code == 130 and "the same command goes on" in stopped.output
+    assert stopped.exit_code == 130 and "run the same command to continue" in stopped.output
     assert call("--seeds", "x").exit_code == 2
 
 

@@ -283,7 +283,7 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
         (["--rewards", "verifier", "--option", "ocr.exact=true"], "'ocr' is not among the rewards"),
         (["--steps", "0"], "steps=0: give numbers of denoising steps, at least 1"),
         (["--steps", "2,2"], "steps=2,2: give numbers of denoising steps"),
-        (["--steps", "2,x"], "--steps 2,x: give whole numbers with commas between"),
+        (["--steps", "2,x"], "--steps 2,x: give whole numbers separated by commas"),
         (["--prompts", "empty.txt"], "empty.txt contains no prompts"),
         (["--prompts", "none.txt"], "no prompt file 'none.txt'"),
         (["--labels", "a,"], "2 labels for 1 models"),

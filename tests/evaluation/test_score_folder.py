@@ -101,7 +101,7 @@ def test_what_is_no_number_is_counted_and_in_no_mean(tmp_path, own):
     words = ["score", "--images", str(folder), "--prompts", "p.txt", "--out", "out", "--device", "cpu"]
     result = CliRunner().invoke(app, [*words, "--rewards", "own_rewards:some, own_rewards:red"])
     assert result.exit_code == 0, result.output
-    assert "2 of 4 pictures have no score by own_rewards:some" in result.output
+    assert "2 of 4 images have no score by own_rewards:some" in result.output
     line = next(line for line in result.output.splitlines() if line.strip().startswith("own_rewards:some"))
     assert line.split() == ["own_rewards:some", "5.0000", "1.0000", "2", "2"]
     wrote = json.loads((tmp_path / "out" / "scores.json").read_text())
@@ -111,7 +111,7 @@ def test_what_is_no_number_is_counted_and_in_no_mean(tmp_path, own):
     again = CliRunner().invoke(
         app, [*words[:-4], "--out", "none", "--rewards", "own_rewards:none,own_rewards:red"]
     )
-    assert again.exit_code == 1 and "4 of 4 pictures have no score by own_rewards:none" in again.output
+    assert again.exit_code == 1 and "4 of 4 images have no score by own_rewards:none" in again.output
     assert (
         json.loads((tmp_path / "none" / "scores.json").read_text())["rewards"]["own_rewards:none"]["mean"]
         is None
@@ -163,7 +163,7 @@ def test_what_had_no_score_is_tried_again(tmp_path, own):
     result = CliRunner().invoke(app, words)
     assert (
         result.exit_code == 1
-        and "2 of 2 pictures have no score by own_rewards:fails: RuntimeError" in result.output
+        and "2 of 2 images have no score by own_rewards:fails: RuntimeError" in result.output
     )
     own.BROKEN.clear()
     result = CliRunner().invoke(app, words)

@@ -21,13 +21,13 @@ from g2rpo.models.tiny import assets
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.world import verifier
 from g2rpo.world.captions import MAX_TOKENS, caption_ids, captions, prompt_set
-from g2rpo.world.contrast import image_features, judge_clip, text_features
-from g2rpo.world.preference import judge_preference
+from g2rpo.world.contrast import evaluate_clip, image_features, text_features
+from g2rpo.world.preference import evaluate_preference
 from g2rpo.world.pretrain import load_clip, load_vae
 from g2rpo.world.render import render
 from g2rpo.world.scenes import COLOUR_NAMES, Compositions, sample_compositions, sample_layouts
 from g2rpo.world.training import Pool, make_pool
-from g2rpo.world.vae import judge_vae
+from g2rpo.world.vae import evaluate_vae
 
 MODELS = ("tiny_flux", "tiny_clip", "tiny_preference")
 TOTAL_MB, FILE_MB = 30.0, 15.0
@@ -132,12 +132,12 @@ def test_the_stock_pipeline_draws_the_same_picture(policy):
 
 def test_the_autoencoder_keeps_what_a_caption_says(held_out):
     few = slice(0, 256)
-    scores = judge_vae(load_vae(assets(), CPU), Pool(held_out.scenes[few], held_out.pixels[few]))
+    scores = evaluate_vae(load_vae(assets(), CPU), Pool(held_out.scenes[few], held_out.pixels[few]))
     assert scores["strict"] >= VAE_STRICT and scores["psnr_db"] > 34
 
 
 def test_clip_prefers_the_right_caption(held_out):
-    wins = judge_clip(load_clip(assets(), "tiny_clip", CPU), held_out)
+    wins = evaluate_clip(load_clip(assets(), "tiny_clip", CPU), held_out)
     assert len(wins) == 6
     for name, share in wins.items():
         assert share >= CLIP_WINS, (name, share)
@@ -146,7 +146,7 @@ def test_clip_prefers_the_right_caption(held_out):
 def test_the_preference_model_and_its_blind_spot(held_out):
     few = slice(0, 192)
     pool = Pool(held_out.scenes[few], held_out.pixels[few])
-    wins = judge_preference(load_clip(assets(), "tiny_preference", CPU), pool)
+    wins = evaluate_preference(load_clip(assets(), "tiny_preference", CPU), pool)
     for name, lowest in PREFERENCE_WINS.items():
         assert wins[name] >= lowest, (name, wins[name])
     # It hardly measures relations (left of, above); the verifier and tiny_clip do.

@@ -40,16 +40,16 @@ def along(signal, axis=0):
     return mean
 
 
-def off_by(found, truth):
+def off_by(estimates, truth):
     """In standard errors of the mean over trials."""
-    return abs(float(found.mean()) - truth) / (float(found.std()) / math.sqrt(len(found)))
+    return abs(float(estimates.mean()) - truth) / (float(estimates.std()) / math.sqrt(len(estimates)))
 
 
 @pytest.mark.parametrize("signal", [0.0, 3.0, 60.0])
 def test_signal_and_noise_are_unbiased(signal):
-    found = torch.tensor([stn.moments(stn.inner(g, g)) for g in draws(along(signal))])
-    assert off_by(found[:, 0], signal) < 4
-    assert off_by(found[:, 1], NOISE) < 4
+    estimates = torch.tensor([stn.moments(stn.inner(g, g)) for g in draws(along(signal))])
+    assert off_by(estimates[:, 0], signal) < 4
+    assert off_by(estimates[:, 1], NOISE) < 4
 
 
 def test_the_mean_of_two_has_twice_the_snr():
@@ -69,8 +69,8 @@ def test_the_cosine_of_means_is_that_of_their_directions():
     angle = math.radians(60)
     other = math.cos(angle) * along(20.0) + math.sin(angle) * along(20.0, axis=1)
     pairs = zip(draws(along(20.0), 30, seed=2), draws(other, 12, seed=3), strict=True)
-    found = torch.stack([stn.cosine(stn.inner(a, a), stn.inner(a, b), stn.inner(b, b)) for a, b in pairs])
-    assert float(found.mean()) == pytest.approx(0.5, abs=0.03)
+    estimates = torch.stack([stn.cosine(stn.inner(a, a), stn.inner(a, b), stn.inner(b, b)) for a, b in pairs])
+    assert float(estimates.mean()) == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_cosine_without_signal_is_no_number():
@@ -81,8 +81,8 @@ def test_a_cosine_without_signal_is_no_number():
 
 def test_the_jackknife_error_of_a_mean_is_the_usual_one():
     values = torch.randn(25, 2, generator=seeded(4), dtype=torch.float64)
-    found = stn.error(stn.jackknife(lambda kept: values[kept].mean(0), 25))
-    torch.testing.assert_close(found, values.std(0) / 5)
+    estimates = stn.error(stn.jackknife(lambda kept: values[kept].mean(0), 25))
+    torch.testing.assert_close(estimates, values.std(0) / 5)
 
 
 def test_errors_of_independent_samples_add_in_squares():
@@ -92,9 +92,9 @@ def test_errors_of_independent_samples_add_in_squares():
 
 def test_the_jackknife_error_of_an_snr_is_its_spread_over_trials():
     grams = [stn.inner(g, g) for g in draws(along(60.0), 16, seed=6)[:300]]
-    found = torch.stack([stn.snr(gram) for gram in grams])
-    told = torch.stack([stn.error(stn.jackknife(lambda i, g=g: stn.snr(g[i][:, i]), 16)) for g in grams])
-    assert float(told.square().mean().sqrt() / found.std()) == pytest.approx(1, abs=0.2)
+    estimates = torch.stack([stn.snr(gram) for gram in grams])
+    errors = torch.stack([stn.error(stn.jackknife(lambda i, g=g: stn.snr(g[i][:, i]), 16)) for g in grams])
+    assert float(errors.square().mean().sqrt() / estimates.std()) == pytest.approx(1, abs=0.2)
 
 
 def test_a_control_variate_keeps_the_mean_and_lowers_the_variance():
@@ -113,12 +113,12 @@ def test_a_control_variate_keeps_the_mean_and_lowers_the_variance():
 
 def test_what_a_control_variate_costs():
     every = arms.make_arms(96)
-    arm, whole = (
+    arm, complete = (
         every["{3} for 24, {1} for 6"],
         arms.Arm(arms.g2rpo(num_steps=8, train_steps=4, granularities=(1, 3)), 24),
     )
-    plain, coarse = whole.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
-    assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and whole.nfe["total"] == plain
+    plain, coarse = complete.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
+    assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and complete.nfe["total"] == plain
 
 
 def test_training_with_a_control_variate_sums_weighted_rewards(monkeypatch):
@@ -126,9 +126,9 @@ def test_training_with_a_control_variate_sums_weighted_rewards(monkeypatch):
     rewards = torch.rand(2, 3, 2, 24, generator=seeded(7))  # [R, K, J, G]
     rollout = SimpleNamespace(rewards=rewards, valid=torch.ones(3, 24, dtype=torch.bool))
     algorithm = arms.g2rpo(num_steps=8, train_steps=3, granularities=(1, 3), advantage_clip=2.0)
-    (found,) = control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
+    (estimates,) = control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
     free = arms.controlled(rewards[0], 6) + 0.5 * arms.controlled(rewards[1], 6)
-    assert free.abs().max() > 2 and torch.equal(found, free.clamp(-2, 2))
+    assert free.abs().max() > 2 and torch.equal(estimates, free.clamp(-2, 2))
     rewards[0, 0, 0, 0] = math.nan
     with pytest.raises(ValueError, match="invalid"):
         control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])

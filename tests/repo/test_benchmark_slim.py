@@ -32,10 +32,10 @@ LINES = [
 
 
 def test_an_evaluation_keeps_its_exact_cost():
-    found = load().slim(LINES, 5)
-    assert [line["step"] for line in found] == [0, 5, 7, 7, 9]
+    slimmed = load().slim(LINES, 5)
+    assert [line["step"] for line in slimmed] == [0, 5, 7, 7, 9]
     spent = 0
-    for line in found:
+    for line in slimmed:
         spent += line.get("nfe", 0)
         if line.get("eval/a") == 0.12346:
             assert spent == sum(100 + step for step in range(1, 8))

@@ -36,8 +36,8 @@ def calls(tmp_path, *words, **environment):
         script, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True
     )
     file = fake.parent / "calls"
-    found = file.read_text().removesuffix("\0\0").split("\0\0") if file.is_file() else []
-    return done, [call.split("\0") for call in found]
+    calls = file.read_text().removesuffix("\0\0").split("\0\0") if file.is_file() else []
+    return done, [call.split("\0") for call in calls]
 
 
 def benchmark(name, *words):
@@ -115,22 +115,22 @@ def test_what_it_does_not_have(words, environment, said, tmp_path):
 
 def test_the_table_of_steps():
     done = benchmark("steps_table.py", "results/compare/joint_steps")
-    found = json.loads((RESULTS / "joint_steps" / "results.json").read_text())["steps"]["4"]
-    gains = [found[f"MixGRPO.{seed}"]["verifier"]["difference"]["mean"] for seed in (0, 1, 2)]
+    results = json.loads((RESULTS / "joint_steps" / "results.json").read_text())["steps"]["4"]
+    gains = [results[f"MixGRPO.{seed}"]["verifier"]["difference"]["mean"] for seed in (0, 1, 2)]
     error = statistics.stdev(gains) / 3**0.5
     assert f"| {statistics.mean(gains):+.4f} ± {error:.4f} |" in done.stdout
-    assert "| steps | judge | base | DanceGRPO (3) | MixGRPO (3) | G2RPO_1 (3) | G2RPO (3) |" in done.stdout
+    assert "| steps | reward | base | DanceGRPO (3) | MixGRPO (3) | G2RPO_1 (3) | G2RPO (3) |" in done.stdout
 
 
 def test_the_table_of_steps_of_one_seed(tmp_path):
-    found = json.loads((RESULTS / "more_steps" / "results.json").read_text())
-    found["models"] = {"base": "tiny", "FlowGRPO": "runs/FlowGRPO/2"}
-    for told in found["steps"].values():
-        told["FlowGRPO"] = told["FlowGRPO.2"]
-    (tmp_path / "results.json").write_text(json.dumps(found))
+    results = json.loads((RESULTS / "more_steps" / "results.json").read_text())
+    results["models"] = {"base": "tiny", "FlowGRPO": "runs/FlowGRPO/2"}
+    for by_label in results["steps"].values():
+        by_label["FlowGRPO"] = by_label["FlowGRPO.2"]
+    (tmp_path / "results.json").write_text(json.dumps(results))
     done = benchmark("steps_table.py", tmp_path)
-    gain = found["steps"]["4"]["FlowGRPO.2"]["verifier"]["difference"]
-    assert "| steps | judge | base | FlowGRPO (1) |" in done.stdout
+    gain = results["steps"]["4"]["FlowGRPO.2"]["verifier"]["difference"]
+    assert "| steps | reward | base | FlowGRPO (1) |" in done.stdout
     assert f"| {gain['mean']:+.4f} [{gain['low']:.4f}, {gain['high']:.4f}] |" in done.stdout
 
 
@@ -164,10 +164,10 @@ def ends(arm):
 
 def test_the_table_of_a_stage():
     done = benchmark("paper_tables.py", "results/compare/joint")
-    told = list(ends(RESULTS / "joint" / "MixGRPO_4").values())
-    error = statistics.stdev(told) / len(told) ** 0.5
+    values = list(ends(RESULTS / "joint" / "MixGRPO_4").values())
+    error = statistics.stdev(values) / len(values) ** 0.5
     row = next(line for line in done.stdout.splitlines() if line.startswith("| MixGRPO_4 | 5 |"))
-    assert f"| {statistics.mean(told):.4f} ± {error:.4f} |" in row
+    assert f"| {statistics.mean(values):.4f} ± {error:.4f} |" in row
 
 
 def test_paired_differences():

@@ -63,7 +63,7 @@ def test_the_tokenizer_ignores_case_and_punctuation_and_knows_its_limits():
 
 
 def test_reading_a_caption_back_gives_its_scene(scenes, ids):
-    said = 0
+    stated = 0
     for row, text in enumerate(spell(ids)):
         scene = parse(text)
         assert scene is not None, text
@@ -71,8 +71,8 @@ def test_reading_a_caption_back_gives_its_scene(scenes, ids):
         for got, field in zip(scene.fields()[:4], want.fields()[:4], strict=True):
             assert torch.equal(got, field), text
         assert int(scene.background) in (-1, int(want.background)), text
-        said += int(scene.background) >= 0
-    assert 0.7 < said / NUM < 0.8  # background_share is 0.75
+        stated += int(scene.background) >= 0
+    assert 0.7 < stated / NUM < 0.8  # background_share is 0.75
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -1,4 +1,4 @@
-"""The embedded world's scenes: what may be drawn, how it lies, what is held out, and its pixels."""
+"""Scenes of the embedded world: compositions, layouts, the held-out split and pixels."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each stage that makes the tiny models learns: some steps of small networks on a CPU lower its own loss."""
+"""Each pretraining stage learns: a few steps of small networks on a CPU lower its loss."""
 
 import copy
 import json
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from g2rpo.models.flux.latents import pack, unpack
 from g2rpo.world import networks, pretrain, training
 from g2rpo.world.captions import caption_ids
-from g2rpo.world.contrast import augment, image_features, judge_clip, text_features, train_clip
-from g2rpo.world.flow import FlowModel, distill_guidance, empty_ids, judge_flow, sample, train_flow
+from g2rpo.world.contrast import augment, evaluate_clip, image_features, text_features, train_clip
+from g2rpo.world.flow import FlowModel, distill_guidance, empty_ids, evaluate_flow, sample, train_flow
 from g2rpo.world.preference import (
     SCALE,
     balance,
-    judge_preference,
+    evaluate_preference,
     rate,
     rated_pool,
     restyle,
@@ -29,7 +29,7 @@ from g2rpo.world.preference import (
     train_preference,
 )
 from g2rpo.world.training import Average, Pool, adamw, captured, make_pool, timed_loop
-from g2rpo.world.vae import decode, encode, judge_vae, train_vae
+from g2rpo.world.vae import decode, encode, evaluate_vae, train_vae
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +129,9 @@ def test_pools_repeat_and_keep_their_part(pool, held_out):
 
 def test_the_autoencoder_learns_and_stores_its_latents_scale(pool, held_out):
     vae = small_vae()
-    before = judge_vae(vae, held_out)
+    before = evaluate_vae(vae, held_out)
     train_vae(vae, pool, seconds=60, batch=4, lr=0.1)
-    after = judge_vae(vae, held_out)
+    after = evaluate_vae(vae, held_out)
     assert after["psnr_db"] > before["psnr_db"] + 1.5
     latents = encode(vae, pool.pixels)
     assert latents.mean().item() == pytest.approx(0, abs=0.02)
@@ -155,15 +155,15 @@ def test_the_contrastive_model_learns(pool):
 
     @torch.no_grad()
     def loss() -> float:
-        picture = image_features(clip, pool.images(slice(0, 64)))
+        image = image_features(clip, pool.images(slice(0, 64)))
         text = text_features(clip, caption_ids(pool.scenes[:64], seeded(2), background_share=1.0))
-        return F.cross_entropy(clip.logit_scale.exp() * picture @ text.T, torch.arange(64)).item()
+        return F.cross_entropy(clip.logit_scale.exp() * image @ text.T, torch.arange(64)).item()
 
     before = loss()
     assert before > 3.5  # ln 64 = 4.2: it knows nothing
     train_clip(clip, pool, seconds=60, batch=32, lr=3e-2)
     assert loss() < before - 0.8
-    wins = judge_clip(clip, pool)
+    wins = evaluate_clip(clip, pool)
     assert wins["background"] > 0.9  # the first thing that it learns
     assert all(0 <= share <= 1 for share in wins.values())
 
@@ -178,7 +178,7 @@ def test_augmented_pictures_stay_pictures(pool):
 
 @pytest.fixture(scope="module")
 def latents(pool: Pool) -> Tensor:
-    """Stand-ins for latents that depend on the scene alone: its picture at 8 x 8 pixels, in 16 channels."""
+    """Substitutes for latents that depend only on the scene: its image at 8 x 8 pixels, in 16 channels."""
     small = F.adaptive_avg_pool2d(pool.images(slice(None)), 8).flatten(2).transpose(1, 2)
     mix = torch.randn(3, 16, generator=seeded(4))
     return (small - 0.5) @ mix
@@ -226,7 +226,7 @@ def test_sampling_repeats_and_guidance_of_one_is_the_conditional_model(pool, hel
     assert torch.equal(plain, sample(model, ids, num_steps=3, guidance=1.0))
     assert torch.allclose(plain, sample(model, ids, num_steps=3, guidance=1.0, cfg=True), atol=1e-5)
     assert not torch.allclose(plain, sample(model, ids, num_steps=3, guidance=1.0, seed=1), atol=0.1)
-    scores = judge_flow(model, vae, held_out.scenes[:16], num_steps=2)
+    scores = evaluate_flow(model, vae, held_out.scenes[:16], num_steps=2)
     assert scores["strict1"] == scores["strict2"] == 0  # untrained
 
 
@@ -243,7 +243,7 @@ def test_the_rater_dislikes_flaws_and_likes_colour(pool):
     assert balance(centred).item() > 0.97 and balance(cornered).item() < 0.3
     rated = rate(pool.scenes[:64], seeded(9))
     assert rated.images.shape == (64, 4, 3, 64, 64) and rated.utility.shape == (64, 4)
-    assert rated.utility.std(1).mean().item() > 0.3  # a caption's pictures differ in what they are worth
+    assert rated.utility.std(1).mean().item() > 0.3  # the images of a caption differ in utility
 
 
 def test_the_preference_model_learns(pool, held_out):
@@ -255,15 +255,15 @@ def test_the_preference_model_learns(pool, held_out):
 
     @torch.no_grad()
     def loss() -> float:
-        picture = image_features(clip, images.flatten(0, 1).float() / 255).view(64, 4, -1)
+        image = image_features(clip, images.flatten(0, 1).float() / 255).view(64, 4, -1)
         text = text_features(clip, caption_ids(pool.scenes[:64], seeded(11)))
-        score = SCALE * (picture * text[:, None]).sum(-1)
+        score = SCALE * (image * text[:, None]).sum(-1)
         return F.binary_cross_entropy_with_logits(score[:, first] - score[:, second], wish).item()
 
     before = loss()
     train_preference(clip, pool, vae, seconds=40, batch=16, lr=1e-2, num_rated=96)
     assert loss() < before - 0.02
-    assert set(judge_preference(clip, held_out)) >= {"count", "background", "sharpness", "vividness"}
+    assert set(evaluate_preference(clip, held_out)) >= {"count", "background", "sharpness", "vividness"}
 
 
 def test_the_stages_leave_folders_that_load(tmp_path, held_out):
