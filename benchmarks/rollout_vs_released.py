@@ -48,7 +48,7 @@ from g2rpo.runtime.processes import (
     world_size,
 )
 from g2rpo.runtime.sharding import sharding_mesh
-from g2rpo.runtime.timing import Stopwatch
+from g2rpo.runtime.timing import Timer
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE = 16, 3.0, 0.7, 3.5
 PAPER_PROMPTS = 16 * 300  # prompts of the paper's run: 16 GPUs, 300 iterations
@@ -311,7 +311,7 @@ def ours(
 
     def rollout(steps: Any) -> tuple[Samples, dict[str, float]]:
         plan = g2rpo(train_steps=steps).plan.plan(NUM_STEPS, 0, 0)
-        stopwatch = Stopwatch(device)
+        timer = Timer(device)
         samples = sample(
             policy,
             plan,
@@ -324,11 +324,11 @@ def ours(
             iteration=0,
             prompt_indices=[rank()],
             rollout_batch=given.rollout_batch,
-            stopwatch=stopwatch,
+            timer=timer,
             tails=policy.tails,
         )
-        score(policy, samples, rewards, [""], decode_batch=given.decode_batch, stopwatch=stopwatch)
-        return samples, stopwatch.seconds()
+        score(policy, samples, rewards, [""], decode_batch=given.decode_batch, timer=timer)
+        return samples, timer.seconds()
 
     few = [NUM_STEPS - 5, NUM_STEPS - 4]
     with policy.resident():

@@ -13,42 +13,44 @@ SETTING, PROMPT, REWARD, OTHER = "#0072B2", "#009E73", "#D55E00", "#666666"
 
 BOXES = {
     # name: (x, y, width, label, files)
-    "cli": (0.2, 6.0, 2.2, "cli", "one file per command"),
+    "cli": (0.2, 6.0, 2.0, "cli", "one file\nper command"),
     "config": (3.1, 6.0, 2.4, "config", "recipe + key=value\n→ Settings"),
-    "algorithms": (6.3, 6.0, 2.6, "algorithms", "method = plan rule, step rule,\nadvantage rule, loss"),
-    "data": (0.2, 3.6, 2.2, "data", "prompts, stream,\nembeddings"),
-    "rollouts": (3.1, 3.6, 2.4, "rollouts", "plan → explore\n→ score images"),
-    "objectives": (6.3, 3.6, 2.6, "objectives", "advantages, rows, loss"),
-    "training": (9.7, 4.8, 2.4, "training", "the loop: rollout,\nupdate, optimizer"),
-    "models": (3.1, 1.2, 2.4, "models  +  flow", "text features, velocity, decode;\nsigmas and steps"),
-    "rewards": (6.3, 1.2, 2.6, "rewards", "registry → checked call\n→ scores [R, K, J, G]"),
-    "run": (9.7, 2.6, 2.4, "run", "metrics, checkpoints,\nconfig.toml"),
-    "evaluation": (9.7, 0.4, 2.4, "inference, evaluation", "images and scores,\nby the same rewards"),
+    "algorithms": (6.6, 6.0, 2.7, "algorithms", "method = plan rule, step rule,\nadvantage rule, loss"),
+    "data": (0.2, 3.6, 2.0, "data", "prompts, stream,\nembeddings"),
+    "rollouts": (3.1, 3.6, 2.4, "rollouts", "plan → explore\n→ scored images"),
+    "objectives": (6.6, 3.6, 2.7, "objectives", "advantages, rows, loss"),
+    "training": (10.3, 4.8, 2.4, "training", "the loop: rollout,\nupdate, optimizer"),
+    "models": (3.1, 1.2, 2.4, "models  +  flow", "velocity, decode;\nsigmas and steps"),
+    "rewards": (6.6, 1.2, 2.7, "rewards", "registry → checked call"),
+    "run": (10.3, 2.6, 2.4, "run", "metrics, checkpoints,\nconfig.toml"),
+    "evaluation": (10.3, 0.4, 2.4, "evaluation", "images and scores during\nand after the run"),
 }
 HEIGHT = 1.35
+LEGEND = (("a setting", SETTING), ("a prompt", PROMPT), ("a reward", REWARD), ("results", OTHER))
 
 ARROWS = [
-    # from, to, colour, text, curvature
-    ("cli", "config", SETTING, "text", 0.0),
-    ("config", "algorithms", SETTING, "options", 0.0),
-    ("algorithms", "training", SETTING, "", -0.15),
-    ("config", "training", SETTING, "Settings", -0.42),
-    ("data", "rollouts", PROMPT, "prompts", 0.0),
-    ("models", "rollouts", PROMPT, "velocity, image", 0.0),
-    ("rollouts", "rewards", REWARD, "images", 0.12),
-    ("rewards", "objectives", REWARD, "scores", 0.0),
-    ("rollouts", "objectives", PROMPT, "states", 0.0),
-    ("objectives", "training", REWARD, "loss", 0.1),
-    ("training", "run", OTHER, "", 0.0),
-    ("run", "evaluation", OTHER, "", 0.0),
-    ("rewards", "evaluation", REWARD, "", 0.0),
+    # from, to, colour, text, curvature, place of the text
+    ("cli", "config", SETTING, "text", 0.0, (2.65, 6.87)),
+    ("config", "algorithms", SETTING, "options", 0.0, (6.05, 6.87)),
+    ("config", "training", SETTING, "Settings", -0.42, (8.3, 7.7)),
+    ("algorithms", "training", SETTING, "Algorithm", -0.15, (10.1, 6.45)),
+    ("data", "rollouts", PROMPT, "prompts", 0.0, (2.65, 4.47)),
+    ("models", "data", PROMPT, "embeddings", 0.0, (2.0, 2.7)),
+    ("models", "rollouts", PROMPT, "states, images", 0.0, (4.3, 3.05)),
+    ("rollouts", "objectives", PROMPT, "states", 0.0, (6.05, 4.47)),
+    ("rollouts", "rewards", REWARD, "images", 0.0, (5.85, 3.2)),
+    ("rewards", "objectives", REWARD, "scores [R, K, J, G]", 0.0, (8.0, 3.05)),
+    ("objectives", "training", REWARD, "loss", 0.1, (9.85, 4.95)),
+    ("training", "run", OTHER, "results", 0.0, (11.5, 4.38)),
+    ("run", "evaluation", OTHER, "weights", 0.0, (11.5, 2.18)),
+    ("rewards", "evaluation", REWARD, "same rewards", 0.0, (9.8, 1.75)),
 ]
 
 
 def main() -> None:
-    figure = Figure(figsize=(12.4, 7.0), dpi=150)
+    figure = Figure(figsize=(12.9, 7.0), dpi=150)
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, 12.3)
+    axes.set_xlim(0, 12.9)
     axes.set_ylim(0, 7.9)
     axes.axis("off")
     patches = {}
@@ -65,7 +67,7 @@ def main() -> None:
         axes.add_patch(patches[name])
         axes.text(x + width / 2, y + HEIGHT - 0.3, label, ha="center", va="center", weight="bold", size=13)
         axes.text(x + width / 2, y + 0.48, files, ha="center", va="center", size=9.5, color="#333")
-    for start, end, colour, text, bend in ARROWS:
+    for start, end, colour, text, bend, (x, y) in ARROWS:
         arrow = FancyArrowPatch(
             posA=centre(start),
             posB=centre(end),
@@ -78,24 +80,16 @@ def main() -> None:
             color=colour,
         )
         axes.add_patch(arrow)
-        x, y = middle(start, end, bend)
         box = {"fc": "white", "ec": "none", "pad": 1}
         axes.text(x, y, text, ha="center", va="center", size=9.5, color=colour, bbox=box if text else None)
-    for i, (label, colour) in enumerate((("a setting", SETTING), ("a prompt", PROMPT), ("a reward", REWARD))):
-        axes.text(0.2 + 1.7 * i, 7.65, f"→ {label}", color=colour, size=13, weight="bold", va="center")
+    for i, (label, colour) in enumerate(LEGEND):
+        axes.text(0.2 + 1.3 * i, 7.65, f"→ {label}", color=colour, size=11.5, weight="bold", va="center")
     figure.savefig(Path(__file__).with_name("architecture.png"))
 
 
 def centre(name: str) -> tuple[float, float]:
     x, y, width, *_ = BOXES[name]
     return x + width / 2, y + HEIGHT / 2
-
-
-def middle(start: str, end: str, bend: float) -> tuple[float, float]:
-    """The middle of an arrow, moved towards its bend."""
-    (x0, y0), (x1, y1) = centre(start), centre(end)
-    above = 0.18 if y0 == y1 else 0.0  # beside a level arrow, not on it
-    return (x0 + x1) / 2 + bend * (y1 - y0) / 2, (y0 + y1) / 2 - bend * (x1 - x0) / 2 + above
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.config.load import Settings
-from g2rpo.runtime.interrupt import STOPPING, interruptible
+from g2rpo.runtime.interrupt import STOP_SIGNALS, interruptible
 
 INTERRUPTED = 130
 
@@ -74,7 +74,7 @@ def train_side_by_side(
                         )
                         process.start()
                         running[slot] = job, process
-                    if interrupt.asked:
+                    if interrupt.requested:
                         raise KeyboardInterrupt
                     say(f"{job.title}: started; it prints to {job.log}")
                 connection.wait([process.sentinel for _, process in running.values()])
@@ -98,7 +98,7 @@ def _start_server() -> None:
     Without it no run's end would be seen. It ends when this process does; its runs unblock the signals.
     """
     resource_tracker.ensure_running()  # it unblocks them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
@@ -130,7 +130,7 @@ def _train(
     """One run, in its own process. Exit code 0 = finished, 2 = it says why not, 130 = stopped by a signal."""
     os.setsid()  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(file, number)

@@ -96,9 +96,9 @@ def memory_of(
     # block's input.
     block = update_rows * tokens * width * 17 * compute
     networks = forwards_per_sample(settings)  # their graphs exist at the same time
-    stored = block * shape.blocks * networks
+    stored = block * shape.num_blocks * networks
     if settings.gradient_checkpointing:
-        stored = block + update_rows * tokens * width * compute * shape.blocks * networks
+        stored = block + update_rows * tokens * width * compute * shape.num_blocks * networks
     transient = _batch(settings) * row_bytes(settings, shape)
     latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
     member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
@@ -117,7 +117,7 @@ def memory_of(
     }
     resident = compute * trained if num_processes > 1 or (half and not lora) else 0
     low = shape.transformer_params - shape.norm_params if settings.tails_precision == "float8" else 0
-    one_block = compute * trained // shape.blocks * 2 if num_processes > 1 else resident
+    one_block = compute * trained // shape.num_blocks * 2 if num_processes > 1 else resident
     phases = {
         "rollout": {
             **({f"weights in {settings.precision}": resident} if resident else {}),

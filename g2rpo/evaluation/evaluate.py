@@ -35,16 +35,16 @@ from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
 from g2rpo.runtime.interrupt import Interrupt, interruptible
 from g2rpo.runtime.processes import (
-    agreed,
     barrier,
     end_processes,
     gathered,
     rank,
     resolve_device,
+    run_together,
     start_processes,
     world_size,
 )
-from g2rpo.runtime.progress import counted
+from g2rpo.runtime.progress import show_progress
 from g2rpo.runtime.version import __version__
 
 GRID_ROWS = 8
@@ -110,8 +110,8 @@ def evaluate(
                     speak(f"all pictures are drawn and scored ({where})")
                     loaded: dict[str, CheckedReward] = {}
                 else:
-                    loaded = agreed(lambda: load_rewards(given, device, given))  # before any model
-                    said = agreed(lambda: {name: reward.describe() for name, reward in loaded.items()})
+                    loaded = run_together(lambda: load_rewards(given, device, given))  # before any model
+                    said = run_together(lambda: {name: reward.describe() for name, reward in loaded.items()})
                     for name, described in said.items():
                         if described:
                             speak(described)
@@ -260,7 +260,7 @@ class _Evaluation:
         total = sum(map(len, todo))
         with (
             scoring(rewards.values()),
-            counted(total, "pictures", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
+            show_progress(total, "pictures", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
             part.open("w", newline="", encoding="utf-8") as file,
         ):
             file.write(self._head())

@@ -30,7 +30,7 @@ from g2rpo.inference.sample import Segment, image_seeds, pipeline_shift, sample_
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.runtime.interrupt import Interrupt
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
-from g2rpo.runtime.progress import counted
+from g2rpo.runtime.progress import show_progress
 
 KINDS = ("evaluation", "gallery")
 TOGETHER = 256
@@ -221,7 +221,7 @@ class Lineup:
             if not all(self.file(label, steps, place).is_file() for place in batch)
         ]
         missing = gathered(missing)[0]  # one view of the disk, before anybody draws this model
-        if any_process(interrupt.asked):
+        if any_process(interrupt.requested):
             raise KeyboardInterrupt
         if not missing:
             if self.conditions is not None:
@@ -284,7 +284,7 @@ class Lineup:
         every, seeds, done = self.drawing.every, self.drawing.seeds, 0
         assert self.shift is not None and self.conditions is not None
         total = sum(len(batch) for _, batch in todo)
-        with counted(total, "pictures", "drawing", Console(stderr=True, quiet=rank() > 0)) as progress:
+        with show_progress(total, "pictures", "drawing", Console(stderr=True, quiet=rank() > 0)) as progress:
             for steps, batch in self._lots(label, todo):
                 images = self._images(held, label, steps, batch)
                 info: dict[str, Any] = {"model": self.models[label], "num_steps": steps, "shift": self.shift}

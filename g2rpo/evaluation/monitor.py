@@ -32,7 +32,7 @@ from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.runtime.interrupt import undisturbed
-from g2rpo.runtime.processes import agreed, gathered, rank, world_size
+from g2rpo.runtime.processes import gathered, rank, run_together, world_size
 from g2rpo.runtime.progress import RunProgress
 
 # Training noise is seeded by hashes of keys, these pictures by plain numbers from here on: they never meet.
@@ -98,7 +98,7 @@ class Watcher:
         Raises:
             RewardExited: on all processes, if it is raised on any.
         """
-        found = agreed(lambda: self._own_scores(pictures, images))
+        found = run_together(lambda: self._own_scores(pictures, images))
         return {name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in found.items()}
 
     def _own_scores(self, pictures: PictureSet, images: Tensor) -> dict[str, list[Tensor]]:
@@ -131,7 +131,9 @@ class Watcher:
             "num_steps": self.num_steps,
         }
         checked = {name: one for name, one in self.rewards.items() if isinstance(one, CheckedReward)}
-        judges = agreed(lambda: {name: said for name, one in checked.items() if (said := one.describe())})
+        judges = run_together(
+            lambda: {name: said for name, one in checked.items() if (said := one.describe())}
+        )
         # As JSON has them, so that they equal themselves when read: tuples are lists there, paths words.
         options = json.loads(
             json.dumps({n: reward_identity(c.options) for n, c in checked.items()}, default=str)

@@ -29,7 +29,7 @@ from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import resolve_device
-from g2rpo.runtime.progress import counted
+from g2rpo.runtime.progress import show_progress
 from g2rpo.runtime.text import did_you_mean
 from g2rpo.runtime.version import __version__
 
@@ -166,7 +166,7 @@ def _run(
     table: _Table,
     batch: int,
 ) -> None:
-    with counted(len(todo), "pictures", "scoring") as progress, table.appending() as append:
+    with show_progress(len(todo), "pictures", "scoring") as progress, table.appending() as append:
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
             rows: list[Row] = [{} for _ in part]

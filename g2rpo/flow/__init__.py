@@ -1,1 +1,1 @@
-"""Noise levels, stochastic and deterministic steps along them, and the noise of a group."""
+"""Sigmas, denoising steps (SDE and ODE) and the noise of a group."""

@@ -1,13 +1,13 @@
-"""The noise of a group's members at one step, which may be drawn to differ more than by chance.
+"""Noise of a group's members at one noise step, independent or coupled to reduce variance.
 
 A group is an evolution-strategies estimate around one state: its gradient is a sum of advantages times noise.
-Known ways to lower that estimate's variance cost no forward. In all of them each member's noise is standard
-normal by itself; only how the members depend on each other changes.
+The variance of that estimate can be reduced without additional forwards by coupling the members' noise. Each
+member's noise stays standard normal on its own; only the dependence between members changes.
 
-    independent   the methods' papers
-    antithetic    members 2i and 2i + 1 get +e and -e (Salimans et al., arXiv:1703.03864, section 2.1): what
-                  e does to the reward in even order cancels. With an odd G the last member has no mirror
-    orthogonal    directions at right angles, lengths kept (Choromanski et al., arXiv:1804.02395)
+    independent   as in the papers of the methods
+    antithetic    members 2i and 2i + 1 get +e and -e (Salimans et al., arXiv:1703.03864, section 2.1), which
+                  cancels the even-order effects of e on the reward; with an odd G the last member is unpaired
+    orthogonal    orthogonal directions with unchanged lengths (Choromanski et al., arXiv:1804.02395)
 """
 
 from __future__ import annotations
@@ -25,37 +25,54 @@ GROUP_NOISES = ("independent", "antithetic", "orthogonal")
 def group_noise(
     kind: str, shape: Sequence[int], group_size: int, key: tuple[int, int, int], step: int
 ) -> Tensor:
-    """Noise [G, *shape] of a group at one step, float32 on the CPU.
+    """Returns the noise of a group at one noise step.
 
     Args:
         kind: one of GROUP_NOISES.
-        shape: of one state.
-        key: (seed, iteration, index of the prompt in its stream).
+        shape: shape of one state, such as (L, C).
+        group_size: number of members, G.
+        key: (seed, iteration, prompt_index).
+        step: index k of the noise step.
+
+    Returns:
+        [G, *shape], float32, on the CPU.
 
     Raises:
-        ValueError: an unknown kind, or more orthogonal members than a state has dimensions.
+        ValueError: the kind is unknown, or there are more orthogonal members than a state has dimensions.
     """
     if kind not in GROUP_NOISES:
         raise ValueError(f"unknown noise {kind!r}: use one of {', '.join(GROUP_NOISES)}")
 
-    def drawn(member: int) -> Tensor:
+    def member_noise(member: int) -> Tensor:
         return keyed_noise(shape, *key, "step", step, member)
 
     if kind == "antithetic":
-        return torch.stack([-drawn(m - 1) if m % 2 else drawn(m) for m in range(group_size)])
-    noise = torch.stack([drawn(m) for m in range(group_size)])
+        return torch.stack([-member_noise(m - 1) if m % 2 else member_noise(m) for m in range(group_size)])
+    noise = torch.stack([member_noise(m) for m in range(group_size)])
     return noise if kind == "independent" else orthogonal(noise)
 
 
 def orthogonal(noise: Tensor) -> Tensor:
-    """Independent normal rows [G, ...] turned to stand at right angles, each as long as it was.
+    """Makes independent standard normal rows orthogonal and keeps their lengths.
 
     The directions are uniform on the sphere (QR with a positive diagonal, Mezzadri, math-ph/0609050) and
     do not depend on the lengths, so each row is still standard normal.
+
+    Args:
+        noise: [G, ...]; computed in float64.
+
+    Returns:
+        [G, ...], with the dtype of `noise`.
+
+    Raises:
+        ValueError: G exceeds the number of dimensions of a row.
     """
     rows = noise.flatten(1).double()
     if len(rows) > rows.shape[1]:
-        raise ValueError(f"{len(rows)} members cannot be orthogonal in {rows.shape[1]} dimensions")
+        raise ValueError(
+            f"{len(rows)} members cannot be orthogonal in {rows.shape[1]} dimensions; use a smaller "
+            "group, or antithetic or independent noise"
+        )
     q, r = torch.linalg.qr(rows.T)
     directions = (q * r.diagonal().sign()).T
     return (directions * rows.norm(dim=1, keepdim=True)).to(noise.dtype).unflatten(1, noise.shape[1:])

@@ -1,13 +1,13 @@
-"""Noise levels of a trajectory, and the shorter ways along them to the image.
+"""The sigmas (noise levels) of a trajectory, and the positions of its tails.
 
-Rectified flow walks x from sigma = 1 (noise) to sigma = 0 (image) over T steps,
+Rectified flow moves x from sigma = 1 (noise) to sigma = 0 (image) in T denoising steps,
 
     sigma(t) = shift t / (1 + (shift - 1) t),   t = 1, 1 - 1/T, ..., 0          (SD3, arXiv:2403.03206)
 
-A *tail* is a list of positions of that schedule, from an explored state to the image. Its stride is the
-granularity lambda of G2RPO (arXiv:2510.01982, Eq. 10); the released code strides from the noise end, the
-paper's equation from the image end, and both are here. MixGRPO-Flash (arXiv:2507.21802) replaces what
-follows its window by fewer points, spread evenly over the unshifted time that is left.
+A *tail* is a list of positions in these sigmas, from an explored state to the image. Its stride is the
+granularity lambda of G2RPO (arXiv:2510.01982, Eq. 10). The released code counts the strides from the noise
+end, the paper's equation from the image end; both rules are implemented. MixGRPO-Flash (arXiv:2507.21802)
+replaces the sigmas after its window by fewer points, evenly spaced in the remaining unshifted time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ from torch import Tensor
 
 
 def shifted_sigmas(num_steps: int, shift: float = 3.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Noise levels [T + 1], falling from exactly 1 to exactly 0.
+    """Returns the sigmas of a trajectory.
 
-    sigma = shift t / (1 + (shift - 1) t); shift 1 is even spacing, more spends more steps near the noise.
+    sigma = shift t / (1 + (shift - 1) t)
+
+    Args:
+        num_steps: number of denoising steps, T >= 1.
+        shift: > 0; 1 spaces the sigmas evenly, a larger shift puts more steps near the noise.
+        dtype: dtype of the computation and of the result.
+
+    Returns:
+        [T + 1], strictly decreasing from exactly 1 to exactly 0.
 
     Raises:
         ValueError: num_steps < 1 or shift <= 0.
     """
     if num_steps < 1 or not shift > 0:
         raise ValueError(f"need num_steps >= 1 and shift > 0, got {num_steps=}, {shift=}")
-    # Worked out in the dtype asked for: int(1000 sigma) of the released code hangs on the last float32 bit.
+    # Computed in `dtype`: int(1000 sigma) of the released code depends on the last float32 bit.
     sigmas = _shifted(torch.linspace(1, 0, num_steps + 1, dtype=dtype), shift)
-    sigmas[0] = (
-        1  # for some shifts the quotient rounds to a neighbour of 1, and 1 is where "flow" has its pole
-    )
+    # For some shifts the quotient rounds to a neighbour of 1, but `diffusion` tests for the pole with == 1.
+    sigmas[0] = 1
     return sigmas
 
 
@@ -45,20 +52,22 @@ def resolution_shift(
     base_tokens: int = 256,
     max_tokens: int = 4096,
 ) -> float:
-    """The shift that FLUX.1 draws an image of so many latent tokens with: 3.16 at 1024 px, 2.22 at 720 px.
+    """Returns FLUX.1's shift for an image of `num_tokens` latent tokens: 3.16 at 1024 px, 2.22 at 720 px.
 
-    mu is linear in the tokens, from base_shift at base_tokens to max_shift at max_tokens, and beyond; then
+    mu is linear in the number of tokens, through base_shift at base_tokens and max_shift at max_tokens, also
+    outside this range; then
 
         sigma = e^mu / (e^mu + 1/t - 1)  =  shift t / (1 + (shift - 1) t)  with  shift = e^mu
 
     (`time_shift` and `get_lin_function` in black-forest-labs/flux, sampling.py; FluxPipeline does the same).
 
     Raises:
-        ValueError: no tokens, or base_tokens and max_tokens that are equal.
+        ValueError: num_tokens < 1, or base_tokens equals max_tokens.
     """
     if num_tokens < 1 or base_tokens == max_tokens:
         raise ValueError(
-            f"need num_tokens >= 1 and two ends of the line, got {num_tokens=}, {base_tokens=}, {max_tokens=}"
+            "need num_tokens >= 1 and different base_tokens and max_tokens, "
+            f"got {num_tokens=}, {base_tokens=}, {max_tokens=}"
         )
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return math.exp(base_shift + slope * (num_tokens - base_tokens))
@@ -72,10 +81,20 @@ def compressed_sigmas(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """MixGRPO-Flash's levels after the window: n points from sigma[last_noise_step + 1] to exactly 0.
+    """Returns MixGRPO-Flash's sigmas after the window: n points from sigma[last_noise_step + 1] to exactly 0.
 
     n = max(int((T - last_noise_step) ratio), 2), evenly spaced in unshifted t, then shifted. The released
-    code allows n = 1, which ends the trajectory above 0, on a noisy image; here the image is always reached.
+    code allows n = 1, which ends the trajectory above 0 with a noisy image; here the last sigma is always 0.
+
+    Args:
+        num_steps: number of denoising steps of the full trajectory, T.
+        last_noise_step: index of the last noise step of the window, in 0..T - 2.
+        ratio: share of the remaining steps that is kept, in (0, 1].
+        shift: as in `shifted_sigmas`.
+        dtype: as in `shifted_sigmas`.
+
+    Returns:
+        [n], strictly decreasing.
 
     Raises:
         ValueError: last_noise_step outside 0..num_steps - 2, or ratio outside (0, 1].
@@ -91,15 +110,21 @@ def compressed_sigmas(
 
 
 def tail(num_steps: int, start: int, granularity: int, rule: str = "released") -> list[int]:
-    """Positions of the ODE from `start` to the image: evaluated at all but the last, num_steps.
+    """Returns the positions of the ODE from `start` to the image; all but the last, num_steps, are evaluated.
 
-    "released": start, then start + 1, start + 1 + granularity, ... up to num_steps; the last one listed is
-        not evaluated, so where the stride misses num_steps the last jump is the longer one.
+    "released": start, then start + 1, start + 1 + granularity, ... up to num_steps; the last of these is
+        dropped, so if the stride does not meet num_steps, the last jump is longer.
     "paper" (arXiv:2510.01982, Eq. 10): start, then every later i with (num_steps - 1 - i) divisible by
         the granularity, so num_steps - 1 is always evaluated.
 
+    Args:
+        num_steps: number of denoising steps, T.
+        start: position of the explored state, in 0..T.
+        granularity: stride lambda, >= 1.
+        rule: "released" or "paper".
+
     Raises:
-        ValueError: granularity < 1, start outside 0..num_steps, unknown rule.
+        ValueError: granularity < 1, start outside 0..num_steps, or an unknown rule.
     """
     if granularity < 1 or not 0 <= start <= num_steps:
         raise ValueError(f"need granularity >= 1 and 0 <= start <= {num_steps}, got {granularity=}, {start=}")

@@ -18,7 +18,7 @@ from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.models.flux.policy import FluxPolicy, Precision, SigmaRounding
 from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
-from g2rpo.models.registry import CONDITIONS, given_values, load_policy, policy_of
+from g2rpo.models.registry import CONDITIONS, load_policy, policy_of, without_none
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.checkpoint import load_checkpoint
 from g2rpo.run.folder import BEST, damage, latest_checkpoint
@@ -90,7 +90,7 @@ def open_policy(
     # What the policy had comes before what the settings leave to the model (None).
     own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
     own |= {name: record.get(name) for name in ("guidance", "resolution") if name in record}
-    arguments = given_values(own) | given_values(changes)
+    arguments = without_none(own) | without_none(changes)
     if not is_weights(path):
         return load_policy(str(model), **arguments)
     base, files = base_and_files(path, base)

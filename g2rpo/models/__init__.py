@@ -1,1 +1,1 @@
-"""Policies: one family of models per folder, and how a model is found and opened."""
+"""Policies: one model family per folder, and the code that finds and loads models."""

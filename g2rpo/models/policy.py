@@ -1,11 +1,11 @@
-"""What the algorithms need to know about a model: the Policy protocol.
+"""The Policy protocol: everything that the rest of the package needs from a model.
 
 A policy is a velocity field over packed latent tokens (rectified flow, arXiv:2209.03003):
 
     x_sigma = (1 - sigma) * image + sigma * noise,     velocity = dx/dsigma = noise - image
 
-Everything else in the package sees a model through the three calls below, so a new model is one file in
-`models/` and no change anywhere else. Latents are float32 outside the network.
+The rest of the package uses a model through the three methods below, so a new model family needs a new folder
+in `models/` and no change elsewhere. Latents are float32 outside the network.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What the network is told about its prompts; row i belongs to sample i.
+    """Embeddings of the prompts; row i belongs to sample i.
 
     Attributes:
-        text: token embeddings [N, Lt, Ct], padded as the model expects (FLUX attends to its padding).
-        pooled: one embedding a prompt [N, Cp].
+        text: token embeddings [N, Lt, Ct], padded as the model expects (FLUX attends to the padding).
+        pooled: pooled embeddings [N, Cp].
     """
 
     text: Tensor
@@ -41,20 +41,24 @@ class Conditioning:
         return len(self.text)
 
     def __getitem__(self, index: Tensor | slice) -> Conditioning:
-        """Rows by slice, index tensor (repeats allowed) or mask; the result still has its row axis."""
+        """Selects rows by slice, index tensor (repeats are allowed) or mask; the row axis is kept."""
         return Conditioning(self.text[index], self.pooled[index])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Conditioning:
-        """Both tensors moved and cast; None keeps what they have."""
+        """Moves and casts both tensors; None keeps their device or dtype."""
         return Conditioning(
             self.text.to(device=device, dtype=dtype), self.pooled.to(device=device, dtype=dtype)
         )
 
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:
-        """Rows of all parts, in order; the parts must agree in everything but N."""
+        """Concatenates the rows of all parts in order; the parts must agree in all sizes but N.
+
+        Raises:
+            ValueError: there are no parts.
+        """
         if not parts:
-            raise ValueError("cannot concatenate no conditioning at all: give at least one part")
+            raise ValueError("cannot concatenate an empty list of conditionings: give at least one")
         return Conditioning(torch.cat([p.text for p in parts]), torch.cat([p.pooled for p in parts]))
 
 
@@ -62,11 +66,11 @@ class Policy(Protocol):
     """A text-to-image flow model whose velocity network is trained.
 
     Attributes:
-        latent_shape: (L, C), tokens and channels of one packed latent.
-        device: where the network and its latents live.
-        module: the velocity network; its parameters with `requires_grad` are what is trained.
-        forwards_per_sample: network forwards behind one `velocity` row: 1, or 2 with true
-            classifier-free guidance.
+        latent_shape: (L, C), the numbers of tokens and channels of a packed latent.
+        device: device of the network and its latents.
+        module: the velocity network; its parameters with `requires_grad` are trained.
+        forwards_per_sample: network forwards per row of `velocity`: 1, or 2 with true classifier-free
+            guidance.
     """
 
     latent_shape: tuple[int, int]
@@ -75,16 +79,16 @@ class Policy(Protocol):
     forwards_per_sample: int
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        """Frozen text encoders, without gradient; row i depends on prompt i alone."""
+        """Encodes prompts with the frozen text encoders, without gradient; row i depends only on prompt i."""
         ...
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """noise - image as the network sees it, differentiable in the network's parameters.
+        """Predicts the velocity, noise - image; differentiable in the network's parameters.
 
         Args:
             x: latents [N, L, C], float32.
-            sigma: noise level of each row [N], float32, 1 = noise.
-            cond: N rows.
+            sigma: noise level of each row [N], float32, in [0, 1]; 1 is noise.
+            cond: conditioning of N rows.
 
         Returns:
             [N, L, C], float32.
@@ -92,5 +96,5 @@ class Policy(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Clean latents [N, L, C] -> images [N, 3, H, W], float32 in [0, 1], without gradient."""
+        """Decodes clean latents [N, L, C] to images [N, 3, H, W], float32 in [0, 1], without gradient."""
         ...

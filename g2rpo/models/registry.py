@@ -1,4 +1,4 @@
-"""Models by name: `load_policy` turns a setting into a Policy."""
+"""Loading of policies by name or from a run's settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PolicySettings(Protocol):
-    """The settings that a policy depends on; `policy_of` reads ADAPTERS and CONDITIONS as well."""
+    """Settings that a policy depends on; `policy_of` also reads those named in ADAPTERS and CONDITIONS."""
 
     @property
     def model(self) -> str: ...
@@ -53,21 +53,22 @@ def load_policy(
     compiled: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> FluxPolicy:
-    """The policy called `name`: `tiny`, `tiny@NAME`, `random:NAME`, a diffusers folder, or a hub name.
+    """Loads a policy.
 
     Args:
-        device: "auto" is a GPU where there is one.
-        weights: put onto the model's transformer (tiny@NAME: after NAME), in order: each a LoRA or whole
-            weights, a folder or a .safetensors file.
-        Others: as `FluxPolicy.load`.
+        name: `tiny`, `tiny@NAME`, `random:NAME`, a folder in diffusers layout, or a hub name.
+        device: "auto" selects a GPU if there is one, else the CPU.
+        weights: weights that are applied to the model's transformer in order (for tiny@NAME after NAME); each
+            is a LoRA or full weights, as a folder or a .safetensors file.
+        Others: as in `FluxPolicy.load`.
 
     Raises:
-        ValueError: no such model, or a setting it does not take.
+        ValueError: there is no such model, or it does not support a setting.
     """
     from g2rpo.models.flux.policy import FluxPolicy
     from g2rpo.models.tiny import is_tiny, tiny_folder
 
-    given: list[str | Path] = [weights] if isinstance(weights, str | Path) else list(weights or ())
+    paths: list[str | Path] = [weights] if isinstance(weights, str | Path) else list(weights or ())
     embedded = None
     if isinstance(name, str) and is_tiny(name):
         name, embedded = tiny_folder(name)
@@ -85,7 +86,7 @@ def load_policy(
         base_dtype=base_dtype,
         tails_precision=tails_precision,
         sigma_rounding=sigma_rounding,
-        weights=[Path(path).expanduser() for path in (embedded, *given) if path is not None],
+        weights=[Path(path).expanduser() for path in (embedded, *paths) if path is not None],
         gradient_checkpointing=gradient_checkpointing,
         compiled=compiled,
         mesh=mesh,
@@ -100,45 +101,62 @@ CONDITIONS = (
     "max_sequence_length",
     "sigma_rounding",
 )
-"""Arguments of `load_policy` under which a run sees its model, beside the weights."""
+"""Arguments of `load_policy` that, beside the weights, determine the images that a model generates."""
 
 
 ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
+"""Arguments of `load_policy` that describe the trained adapters and their base."""
 
 
 def policy_of(settings: PolicySettings, **changes: Any) -> FluxPolicy:
-    """The policy that a run with these settings starts from; `changes` replace arguments of `load_policy`."""
+    """Loads the initial policy of a run.
+
+    Args:
+        settings: settings of the run.
+        changes: arguments of `load_policy` that replace the settings; None keeps the setting.
+
+    Raises:
+        ValueError: as `load_policy`.
+    """
     names = ("device", "weights", *ADAPTERS, *CONDITIONS)
     arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return load_policy(settings.model, **(arguments | given_values(changes)))
+    return load_policy(settings.model, **(arguments | without_none(changes)))
 
 
 def check_weights(settings: PolicySettings, mesh: DeviceMesh | None = None) -> None:
-    """Does the setting `weights` fit its model? Of adapters the values are read, of others the headers alone.
+    """Checks that the setting `weights` fits the model.
+
+    The values of adapters are read; of full weights only the headers.
 
     Args:
-        mesh: that the run will be sharded over.
+        settings: settings of the run.
+        mesh: mesh over which the run will be sharded; None: one process.
 
     Raises:
-        ValueError: it does not, or cannot be read by several processes.
+        ValueError: the weights do not fit, or several processes cannot load them.
     """
     if settings.weights is not None:
-        from g2rpo.models.flux.network import Training, bare_network
+        from g2rpo.models.flux.network import Training, meta_network
 
         training = Training(lora_rank=settings.lora_rank, base_dtype=settings.base_dtype, mesh=mesh)
-        bare_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
+        meta_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
 
 
 def check_files(base: str, files: Sequence[Path]) -> None:
-    """Can these weights be put onto a base, in this order? As `check_weights`, without a run.
+    """Checks, as `check_weights` but without a run, that weights can be applied to a base in this order.
+
+    Args:
+        base: name of the base model, as in `load_policy`.
+        files: folders or .safetensors files.
 
     Raises:
-        ValueError: they cannot, or there is no such base.
+        ValueError: the weights do not fit, or there is no such base.
     """
-    from g2rpo.models.flux.network import Training, bare_network
+    from g2rpo.models.flux.network import Training, meta_network
 
-    bare_network(transformer_config(base), Training(), tuple(files))
+    meta_network(transformer_config(base), Training(), tuple(files))
 
 
-def given_values(changes: dict[str, Any]) -> dict[str, Any]:
+def without_none(changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of `changes` whose value is not None."""
     return {name: value for name, value in changes.items() if value is not None}

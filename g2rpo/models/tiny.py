@@ -1,6 +1,6 @@
-"""The embedded model: a small FLUX inside the package that draws scenes of coloured shapes.
+"""The embedded model: a small FLUX, shipped with the package, that generates scenes of coloured shapes.
 
-`tiny` is the base; `tiny@NAME` is the base with the shipped weights NAME, a LoRA or a whole transformer.
+`tiny` is the base; `tiny@NAME` is the base with the shipped weights NAME, a LoRA or a full transformer.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ _PREFIX = "tiny_flux"
 
 
 def assets() -> Path:
-    """Folder of the package's embedded models."""
+    """Returns the folder of the package's embedded models."""
     return Path(str(files("g2rpo"))) / "assets"
 
 
 def is_tiny(name: str) -> bool:
-    """Whether `name` asks for the embedded model."""
+    """Returns whether `name` is the name of an embedded model."""
     return name == "tiny" or name.startswith("tiny@")
 
 
 def tiny_folder(name: str = "tiny") -> tuple[Path, Path | None]:
-    """Folder of the base model, and of what NAME puts onto it in `tiny@NAME` (None for `tiny`).
+    """Returns the folders of the base model and of the weights NAME in `tiny@NAME` (None for `tiny`).
 
     Raises:
-        ValueError: the package holds no such weights.
+        ValueError: the package contains no such weights.
     """
     base = assets() / _PREFIX
     if not base.is_dir():

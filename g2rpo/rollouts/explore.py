@@ -28,7 +28,7 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
 from g2rpo.runtime.random import keyed_noise
-from g2rpo.runtime.timing import Stopwatch
+from g2rpo.runtime.timing import Timer
 
 Key = tuple[int, int, int]
 Tails = Callable[[], AbstractContextManager[None]]
@@ -123,7 +123,7 @@ def sample(
     prompt_indices: Sequence[int],
     rollout_batch: int = 24,
     noise: str = "independent",
-    stopwatch: Stopwatch | None = None,
+    timer: Timer | None = None,
     tails: Tails = nullcontext,
 ) -> Samples:
     """Everything that the policy makes for a plan: P prompts, G members each.
@@ -135,7 +135,7 @@ def sample(
         seed, iteration, prompt_indices: keys of the noise; the index of each prompt in its stream.
         rollout_batch: most samples in one forward.
         noise: how the members' noise depends on each other's, see `noise.group_noise`.
-        stopwatch: gets the laps "anchor" and "tails" (with the noisy steps of a path).
+        timer: gets the laps "anchor" and "tails" (with the noisy steps of a path).
         tails: entered for the forwards that only a reward sees, such as FluxPolicy.tails.
     """
     if len(cond) != len(prompt_indices) or not prompt_indices:
@@ -152,8 +152,8 @@ def sample(
         ]
     ).unflatten(0, (len(plan.noise_steps), len(keys)))
     anchor = walk_anchor(forwards, plan, levels, _on(policy.device, start))
-    if stopwatch is not None:
-        stopwatch.lap("anchor")
+    if timer is not None:
+        timer.lap("anchor")
     noise_here = _on(policy.device, drawn)
     with ExitStack() as entered:
         samples = grow(
@@ -167,8 +167,8 @@ def sample(
             eta=eta,
             at_tails=lambda: entered.enter_context(tails()),
         )
-    if stopwatch is not None:
-        stopwatch.lap("tails")
+    if timer is not None:
+        timer.lap("tails")
     return samples
 
 

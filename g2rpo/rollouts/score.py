@@ -22,7 +22,7 @@ from g2rpo.rewards.model_reward import scoring
 from g2rpo.rollouts.explore import Samples
 from g2rpo.rollouts.plan import Plan
 from g2rpo.runtime.random import keyed_generator
-from g2rpo.runtime.timing import Stopwatch
+from g2rpo.runtime.timing import Timer
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def score(
     *,
     decode_batch: int = 24,
     keep_pictures: bool = False,
-    stopwatch: Stopwatch | None = None,
+    timer: Timer | None = None,
 ) -> list[Rollout]:
     """Judge every distinct image once and hand out the groups.
 
@@ -101,7 +101,7 @@ def score(
         prompts, metadata: one per group.
         decode_batch: images decoded and judged at once.
         keep_pictures: also return the pictures.
-        stopwatch: gets the laps "decode" and "reward".
+        timer: gets the laps "decode" and "reward".
     """
     plan = samples.plan
     _, num_prompts, group_size = samples.log_prob.shape
@@ -121,8 +121,8 @@ def score(
             batch = slice(low, low + decode_batch)
             pixels, usable = _decode(policy, latents[batch])
             whole.append(usable)
-            if stopwatch is not None:
-                stopwatch.lap("decode")
+            if timer is not None:
+                timer.lap("decode")
             whose = owners[batch]
             answers = []
             for name, reward in rewards.items():
@@ -134,8 +134,8 @@ def score(
                     )
                 answers.append(answer.to(policy.device, torch.float32).masked_fill(~usable, torch.nan))
             scores.append(torch.stack(answers))
-            if stopwatch is not None:
-                stopwatch.lap("reward")
+            if timer is not None:
+                timer.lap("reward")
             if keep_pictures:
                 pictures.append((pixels * 255).round().to(torch.uint8).cpu())
 

@@ -1,1 +1,1 @@
-"""Processes, randomness, signals, timing, progress and files: what every other package may use."""
+"""Utilities for every other package: processes, randomness, signals, timing, progress and files."""

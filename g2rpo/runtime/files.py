@@ -1,6 +1,6 @@
-"""Files that are complete or absent, never half written, and that are on the disk when the call returns.
+"""Durable file writes: a file is either complete or absent, and is on the disk when the call returns.
 
-Every file that a later command reads goes through `write_atomic`, or through `atomic_path` where another
+Every file that a later command reads is written with `write_atomic`, or with `atomic_path` where another
 library does the writing: a temporary file in the same folder is written, synced and renamed over the old one.
 """
 
@@ -15,17 +15,18 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file, replacing an earlier one in one step; text is encoded as UTF-8."""
+    """Writes `content` to `path`, replacing an existing file atomically. Text is encoded as UTF-8."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; on leaving the block its file is synced and takes the place of `path`.
+    """Yields a temporary path to write to; on a normal exit its file is synced and renamed to `path`.
 
-    The temporary name keeps the suffix, which some writers need, and is unique among hosts and containers
-    that share the folder. If the block raises, it is removed and `path` is left as it was.
+    If the block raises, the temporary file is removed and `path` is left unchanged. The temporary name keeps
+    the suffix of `path`, because some writers choose the format by it, and is unique across hosts and
+    containers that share the folder.
     """
     host = socket.gethostname().split(".")[0]
     temporary = path.with_name(f".tmp-{host}-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
@@ -40,7 +41,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes a file that is on the disk when this returns."""
+    """Writes `text` to `path` as UTF-8 and syncs the file to the disk. The write is not atomic."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -48,7 +49,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """After this call the names of the files in `folder` are on the disk."""
+    """Syncs the directory entries of `folder`, so that new and renamed files survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Stopping a run at any moment without losing an update: SIGINT and SIGTERM, taken over for its length."""
+"""Handlers for SIGINT and SIGTERM that let a run stop at any moment without losing an update."""
 
 from __future__ import annotations
 
@@ -16,43 +16,54 @@ from g2rpo.runtime.processes import StopTogether, any_process, raise_together, w
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
-# Signals within so many seconds are one request: `timeout` sends it to a process and to its group, a batch
-# system to all processes of a job, some of whom pass it on.
-ONE_REQUEST = 3.0
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+# Signals within this interval count as one request: `timeout` signals a process and its group, and a batch
+# system signals all processes of a job, some of which forward the signal.
+SAME_REQUEST_SECONDS = 3.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Has SIGINT or SIGTERM come? Outside an update it raises at once, inside it waits for its end.
+    """State of a stop request (SIGINT or SIGTERM), raised as KeyboardInterrupt when it is safe to stop.
 
-    Of several processes none may leave alone what all do together: there it waits everywhere (`waits`) but in
-    work that a process does by itself (`together`). A second request raises at once in any case.
+    A request raises immediately, or, within `deferred`, is only recorded. With several processes no process
+    may leave a collective operation alone, so requests are deferred everywhere (`waits`) except in work
+    without communication (`together`). A second request always raises immediately.
 
     Attributes:
-        asked: it has, to this process or to one that it works with.
-        twice: so has a second request: the processes are no longer in step for any work in common.
+        requested: a stop signal reached this process; peers learn of it from `together` or `any_process`.
+        requested_again: a second stop signal reached this process, so the processes may be out of step and
+            must not communicate any more.
     """
 
     def __init__(self, waits: bool = False) -> None:
-        self.asked = self.twice = False
+        """With `waits`, requests are deferred everywhere but in `together`."""
+        self.requested = self.requested_again = False
         self._waits = waits
-        self._since: float | None = None  # when this process's own request came, the last one
+        self._since: float | None = None  # time of the last request to this process
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """Records the request of a signal; `interruptible` installs this as the handler.
+
+        Raises:
+            KeyboardInterrupt: unless the request is deferred or repeats the last one.
+        """
         if self._same_request():
             return
-        self.asked, self.twice, self._since = True, self._since is not None, time.monotonic()
-        if not self._waits or self.twice:
+        self.requested, self.requested_again, self._since = True, self._since is not None, time.monotonic()
+        if not self._waits or self.requested_again:
             raise KeyboardInterrupt
 
     def _same_request(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since < ONE_REQUEST
+        return self._since is not None and time.monotonic() - self._since < SAME_REQUEST_SECONDS
 
-    def left(self, before: Handler) -> Handler:
-        """The handler after all this: what is left of a request is past, anything later is `before`'s."""
+    def handler_afterwards(self, before: Handler) -> Handler:
+        """Returns the handler to install when the run has ended.
+
+        It ignores repeats of the request that ended the run and passes later signals to `before`.
+        """
         if self._since is None:
             return before
-        atexit.register(self._deaf)
+        atexit.register(self._ignore_repeats)
 
         def handle(number: int, frame: FrameType | None) -> None:
             if not self._same_request():
@@ -61,22 +72,25 @@ class Interrupt:
 
         return handle
 
-    def _deaf(self) -> None:
-        """At the interpreter's end, where handlers of ours no longer run and the default would kill."""
+    def _ignore_repeats(self) -> None:
+        """Ignores signals at interpreter exit, where Python handlers no longer run and the default kills."""
         if self._same_request():
-            for number in STOPPING:
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Within it a signal waits."""
+        """Defers requests within the block: they are recorded in `requested` and do not raise."""
         return self._waiting(True)
 
     @contextmanager
     def around(self, manager: AbstractContextManager[object]) -> Iterator[None]:
-        """`manager`, entered and left as a whole; within it signals are as they were."""
+        """Wraps `manager` so that a request cannot interrupt its entry or exit.
+
+        Inside the block requests are handled as before it.
+        """
         waits = self._waits
         with self._waiting(True), manager, self._waiting(waits):
-            if self.asked and not waits:
+            if self.requested and not waits:
                 raise KeyboardInterrupt
             yield
 
@@ -89,19 +103,24 @@ class Interrupt:
             self._waits = before
 
     def together(self, work: Callable[[], T]) -> T:
-        """Work without communication that a signal may cut off on any process; then all of them raise.
+        """Runs interruptible work that does not communicate; every process must call this.
 
-        So they do where `work` raises StopTogether on any process.
+        Returns:
+            The result of `work` on this process.
+
+        Raises:
+            KeyboardInterrupt: on every process, if a request interrupted `work` on any of them.
+            StopTogether: on every process, if `work` raised it on any of them.
         """
         result: list[T] = []
         error: StopTogether | None = None
         try:
             with self._waiting(False):
-                if self.asked:
+                if self.requested:
                     raise KeyboardInterrupt
                 result.append(work())
         except KeyboardInterrupt:
-            self.asked = True
+            self.requested = True
         except StopTogether as raised:
             error = raised
         with self.deferred():
@@ -116,23 +135,26 @@ _active: list[Interrupt] = []
 
 @contextmanager
 def undisturbed(manager: AbstractContextManager[object]) -> Iterator[None]:
-    """`Interrupt.around` of the work that this is part of, if any can be interrupted."""
+    """Applies `Interrupt.around` of the active `interruptible` block to `manager`, if there is one."""
     with _active[-1].around(manager) if _active else manager:
         yield
 
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Take over SIGINT and SIGTERM for the run, where that is possible (the main thread)."""
+    """Installs handlers for SIGINT and SIGTERM for the block; only the main thread can.
+
+    In another thread the signals keep their handlers, and the yielded Interrupt never receives a request.
+    """
     interrupt = Interrupt(waits=world_size() > 1)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = {number: signal.signal(number, interrupt.handle) for number in STOPPING}
+    before = {number: signal.signal(number, interrupt.handle) for number in STOP_SIGNALS}
     _active.append(interrupt)
     try:
         yield interrupt
     finally:
         _active.remove(interrupt)
         for number, handler in before.items():
-            signal.signal(number, interrupt.left(handler))
+            signal.signal(number, interrupt.handler_afterwards(handler))

@@ -1,33 +1,26 @@
-"""Many processes as one run: the process group, and what all of them must know or do together.
+"""The process group of a run, and the collective operations on plain Python values.
 
     torchrun --nproc-per-node 4 -m g2rpo train RECIPE
 
-Groups of an iteration are divided evenly; each lives on one process.
+The groups of an iteration are divided evenly among the processes; each group lives on one process.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    pass
-
 
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
 
 
 def start_processes(device: torch.device) -> None:
-    """Joins the process group that torchrun started; nothing to do in a process of its own.
+    """Joins the process group that torchrun started; does nothing in a run of one process.
 
-    Objects and CPU tensors go by gloo, GPU tensors by NCCL.
+    Objects and CPU tensors are communicated by gloo, GPU tensors by NCCL.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
@@ -41,40 +34,47 @@ def start_processes(device: torch.device) -> None:
 
 
 def end_processes() -> None:
-    """Leaves the process group, if there is one."""
+    """Leaves the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank() -> int:
-    """This process's number, 0 where there is one."""
+    """Returns the number of this process, from 0; it is 0 in a run of one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of processes of the run."""
+    """Returns the number of processes of the run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class StopTogether(ValueError):
-    """A reason for which all processes of a run stop: raised on one, it is raised on all (`raise_together`).
+    """An error that stops all processes of a run: `raise_together` raises it on every process.
 
-    It is made of its message alone, so that it can be sent.
+    Its only argument is the message, so that it can be pickled and sent to the other processes.
     """
 
 
 def raise_together(error: StopTogether | None) -> None:
-    """Raises the error of this process, or else the first of another one; all processes must call."""
+    """Raises this process's error, or else the first error of another process; every process must call this.
+
+    Args:
+        error: the error of this process; None: it has none.
+    """
     raised = [other for other in gathered(error) if other is not None]
     if raised:
         raise error or raised[0]
 
 
-def agreed(work: Callable[[], T]) -> T:
-    """What `work`, in which the processes do not communicate, gives here; all processes must call.
+def run_together(work: Callable[[], T]) -> T:
+    """Runs `work`, in which the processes do not communicate; every process must call this.
+
+    Returns:
+        The result of `work` on this process.
 
     Raises:
-        StopTogether: on every process, if `work` raised it on any.
+        StopTogether: on every process, if `work` raised it on any of them.
     """
     result: list[T] = []
     error: StopTogether | None = None
@@ -87,13 +87,16 @@ def agreed(work: Callable[[], T]) -> T:
 
 
 def barrier() -> None:
-    """Waits for all processes."""
+    """Waits until every process has called this."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def gathered(value: T) -> list[T]:
-    """The value of every process, in the order of their numbers; tensors should be on the CPU."""
+    """Returns the values of all processes, ordered by rank; every process must call this.
+
+    Values are pickled, so tensors should be on the CPU.
+    """
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -102,19 +105,19 @@ def gathered(value: T) -> list[T]:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set on any process; all of them must ask."""
+    """Returns whether `flag` is true on any process; every process must call this."""
     return any(gathered(flag))
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """`"auto"` -> cuda where there is a GPU, else cpu; anything else as torch reads it.
+    """Converts a device setting: "auto" becomes cuda where there is a GPU, else cpu.
 
     Raises:
-        ValueError: cuda asked for on a machine without.
+        ValueError: cuda is requested on a machine without a GPU.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no GPU here; use device=auto or device=cpu")
+        raise ValueError(f"device={device}, but torch finds no GPU here; use device=auto or device=cpu")
     return device

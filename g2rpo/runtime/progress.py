@@ -1,4 +1,4 @@
-"""How far work has come: a bar or a table on a terminal, a line now and then elsewhere."""
+"""Progress display: a bar or a live table on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,61 +18,67 @@ from rich.text import Text
 from g2rpo.runtime.processes import rank
 
 LINE_SECONDS = 10.0
-"""Between lines of progress where there is no terminal to draw a bar on."""
+"""Seconds between lines of progress where the output is not a terminal."""
 
 
 class _Rate(ProgressColumn):
-    def __init__(self, what: str) -> None:
+    def __init__(self, unit: str) -> None:
         super().__init__()
-        self.what = what
+        self.unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.1f} {self.what}/s")
+        return Text("" if task.speed is None else f"{task.speed:.1f} {self.unit}/s")
 
 
 @contextmanager
-def counted(
-    total: int, what: str, doing: str, console: Console | None = None
+def show_progress(
+    total: int, unit: str, activity: str, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """A function to be called with how many are done so far.
+    """Shows the progress of counted items; yields a function to call with the number of items done so far.
 
     Args:
-        total: of them; 0 shows nothing.
-        what: they are, such as "pictures".
-        doing: what happens to them, before the bar, such as "scoring".
-        console: to write to; None = stderr. A quiet one shows nothing.
+        total: number of items; 0 shows nothing.
+        unit: name of the items in the plural, such as "images".
+        activity: text before the bar, such as "scoring".
+        console: where to write; None: stderr. A quiet console shows nothing.
     """
     console = console or Console(stderr=True)
     if not total or console.quiet:
         yield lambda done: None
     elif console.is_terminal:
-        columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), _Rate(what), TimeLeft())
+        columns = (TextColumn(activity), BarColumn(), MofNCompleteColumn(), _Rate(unit), TimeLeft())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda done: bar.update(task, completed=done)
     else:
-        began = told = time.monotonic()
+        started = last_line = time.monotonic()
 
-        def line(done: int) -> None:
-            nonlocal told
-            if not done or ((now := time.monotonic()) - told < LINE_SECONDS and done < total):
+        def print_line(done: int) -> None:
+            nonlocal last_line
+            if not done or ((now := time.monotonic()) - last_line < LINE_SECONDS and done < total):
                 return
-            rate, told = done / max(now - began, 1e-9), now
+            rate, last_line = done / max(now - started, 1e-9), now
             left = f", {format_seconds((total - done) / rate)} left" if done < total else ""
-            text = f"{done}/{total} {what}, {rate:.1f} {what}/s{left}"
+            text = f"{done}/{total} {unit}, {rate:.1f} {unit}/s{left}"
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
-        yield line
+        yield print_line
 
 
 class RunProgress:
-    """The run's line on the terminal: step, rewards, forwards per second, time left.
+    """Progress of a training run: iteration, rewards, forwards per second and remaining time.
 
-    On a terminal one table is kept up to date in place; elsewhere (a log file, a pipe) each step is a line.
+    On a terminal a table is updated in place; elsewhere (a log file, a pipe) each iteration prints a line.
     """
 
     def __init__(self, iterations: int, done: int = 0, *, console: Console | None = None) -> None:
-        """`iterations` of the whole run, of which `done` are behind."""
+        """Starts the display.
+
+        Args:
+            iterations: number of iterations of the run.
+            done: how many of them were completed before this start.
+            console: where to write; None: stdout of rank 0.
+        """
         self._iterations = iterations
         self._console = console or Console(quiet=rank() > 0)
         self._started = time.monotonic()
@@ -84,8 +90,8 @@ class RunProgress:
             self._live.start()
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of one iteration: `step` (counted from 1), `nfe`, `reward/...`."""
-        if not self._nfe and "seconds" in metrics:  # what comes before the first iteration comes once
+        """Shows the metrics of one iteration: `step` (counted from 1), `nfe`, `reward/...`."""
+        if not self._nfe and "seconds" in metrics:  # start-up is not repeated, so the rate leaves it out
             self._started = time.monotonic() - metrics["seconds"]
         self._nfe += metrics.get("nfe", 0)
         cells = self._cells(metrics)
@@ -97,11 +103,11 @@ class RunProgress:
         self._live.update(table)
 
     def note(self, text: str) -> None:
-        """A line that stays, above the live table."""
+        """Prints a permanent line above the live table."""
         self._console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     def close(self) -> None:
-        """Leaves the last state standing."""
+        """Stops the live table; its last state stays on the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -125,10 +131,10 @@ class RunProgress:
 
 
 def format_seconds(seconds: float) -> str:
-    """`45 s`, `3 min 05 s`, `2 h 07 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    """Formats a duration as `45 s`, `3 min 05 s` or `2 h 07 min`."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"

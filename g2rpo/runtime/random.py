@@ -1,9 +1,9 @@
-"""Randomness that depends on no process: every random tensor has a key.
+"""Keyed randomness: every random tensor depends on a key alone, not on the process that computes it.
 
-The key, such as (seed, iteration, prompt, step, member), is hashed to a seed of its own, and the tensor is
-drawn on the CPU in float32. So one process or eight, and any kind of GPU, see the same noise, and any part
-of a run can be drawn again by itself. Code from outside, such as a reward, draws from the process's own
-generators, which `seed_everything` sets.
+The key, such as (seed, iteration, prompt, step, member), is hashed to a seed, and the tensor is drawn on the
+CPU in float32. One process or eight, and any kind of GPU, therefore get the same noise, and any part of a run
+can be reproduced in isolation. Foreign code, such as a reward, draws from the process's global generators,
+which `seed_everything` sets.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from torch import Tensor
 
 
 def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """CPU generator of one key. Different keys, or keys of different length, are different streams.
+    """Returns the CPU generator of a key; keys that differ in value or length give different streams.
 
-    torch's generator takes 32 of the seed's bits: of N keys about N^2 / 2^33 pairs share their stream.
+    torch's generator uses 32 bits of the seed: of N keys about N^2 / 2^33 pairs share a stream.
     """
     return torch.Generator().manual_seed(key_seed(seed, *key))
 
 
 def keyed_noise(shape: Sequence[int], seed: int, *key: int | str) -> Tensor:
-    """Standard normal float32 noise of one key, on the CPU."""
+    """Returns standard normal noise of a key: [*shape], float32, on the CPU."""
     return torch.randn(tuple(shape), generator=keyed_generator(seed, *key), dtype=torch.float32)
 
 
 def key_seed(seed: int, *key: int | str) -> int:
-    """63-bit hash of a key: neighbouring seeds or members share nothing, as sums of the parts would."""
+    """Returns a 63-bit hash of a key.
+
+    Hashing keeps the streams of neighbouring seeds or members independent, which sums of the parts would not.
+    """
     text = "/".join(f"{type(part).__name__}:{part}" for part in (int(seed), *key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the process's own generators: torch's (CPU and GPUs), Python's and numpy's."""
-    # Hashed, because torch's CPU generator and numpy's heed 32 bits of a seed only.
+    """Seeds the process's global generators: torch's (CPU and GPUs), Python's and numpy's."""
+    # Hashed, because torch's CPU generator and numpy's use only 32 bits of a seed.
     hashed = key_seed(seed, "process")
     torch.manual_seed(hashed)
     random.seed(hashed)
@@ -47,8 +50,8 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The process's own generators, as plain JSON values."""
-    # The run's own noise is keyed and needs none of this; a reward or a model's dropout may draw from them.
+    """Returns the states of the process's global generators, as plain JSON values."""
+    # The run's noise is keyed and needs none of this; a reward or a model's dropout may use these generators.
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"cpu": _to_hex(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
     kind, words, *rest = np.random.get_state(legacy=True)
@@ -59,7 +62,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets the process's own generators to what `random_state` gave."""
+    """Restores the process's global generators to a result of `random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(_from_hex(state["cpu"]))

@@ -1,8 +1,8 @@
-"""Sharding: the parameters of a network over several processes, by FSDP2 (fully_shard, arXiv:2304.11277).
+"""Sharding of a network's parameters over several processes, by FSDP2 (fully_shard, arXiv:2304.11277).
 
-Trained parameters are sharded a block of the network at a time, in float32; compute runs in the compute
-dtype, gradients are reduced in float32. During a rollout the whole network is `resident` on every process in
-the compute dtype, so its forwards communicate nothing, and processes may run apart.
+Trained parameters are sharded block by block, in float32; forwards run in the compute dtype and gradients
+are reduced in float32. During a rollout the complete network is `resident` on every process in the compute
+dtype, so its forwards do not communicate, and the processes need not run in step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from g2rpo.runtime.processes import world_size
 
 
 def sharding_mesh(device: torch.device, shard_size: int | None = None) -> DeviceMesh | None:
-    """The mesh that parameters are sharded over; None for one process.
+    """Returns the device mesh over which parameters are sharded; None for a run of one process.
 
     Args:
-        shard_size: processes that hold one copy of the parameters together, such as those of one node
-            (HSDP: the copies' gradients are all-reduced); None: all of them.
+        device: its type selects the backend.
+        shard_size: number of processes that together hold one copy of the parameters, such as those of one
+            node (HSDP: the gradients of the copies are all-reduced); None: all processes.
 
     Raises:
-        ValueError: a shard_size that does not divide the number of processes.
+        ValueError: shard_size does not divide the number of processes.
     """
     size = world_size()
     if size == 1:
@@ -36,7 +37,10 @@ def sharding_mesh(device: torch.device, shard_size: int | None = None) -> Device
     if shard_size is None or shard_size == size:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     if shard_size > size or size % shard_size:
-        raise ValueError(f"shard_size={shard_size} does not divide the {size} processes of this run")
+        raise ValueError(
+            f"shard_size={shard_size} does not divide the {size} processes of this run; "
+            f"use a divisor of {size}"
+        )
     names = ("replicate", "shard")
     return init_device_mesh(device.type, (size // shard_size, shard_size), mesh_dim_names=names)
 
@@ -50,14 +54,17 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     ignored: set[nn.Parameter] | None = None,
 ) -> None:
-    """Shards `module`: each block by itself, the rest together. Parameters become DTensors, in place.
+    """Shards `module` in place, each block separately and the rest together; parameters become DTensors.
 
     Args:
-        param_dtype: of the gathered parameters; None: as they are.
-        reduce_dtype: of the gradients' reduction.
-        ignored: parameters that stay whole on every process, such as a frozen base.
+        module: the network.
+        blocks: its repeated blocks, in order; they are submodules of `module`.
+        mesh: the result of `sharding_mesh`.
+        param_dtype: dtype of the gathered parameters; None: that of the parameters.
+        reduce_dtype: dtype in which gradients are reduced; None: `param_dtype`.
+        ignored: parameters that every process keeps in full, such as a frozen base.
     """
-    # FLUX's blocks return views, and nothing writes into them: the warning's case does not arise.
+    # FLUX's blocks return views, but nothing writes into them, so the warning does not apply.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Inputs keep their dtype: sigma must reach the network in float32.
     policy = MixedPrecisionPolicy(
@@ -71,9 +78,10 @@ def shard(
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """Holds all sharded parameters gathered while it lasts: forwards without gradient communicate nothing.
+    """Keeps all sharded parameters gathered within the block.
 
-    Parameters must not change meanwhile. A module that is not sharded is left as it is.
+    Forwards without gradient then do not communicate. Parameters must not change within the block. A module
+    that is not sharded is left unchanged.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if not parts:
@@ -91,10 +99,10 @@ def resident(module: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: its shard of a DTensor, else all of it."""
+    """Returns this process's shard of a DTensor; any other tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered where it is sharded (then every process must call)."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns the full tensor, gathered if it is a DTensor; then every process of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,10 +1,10 @@
-"""Small words in messages."""
+"""Text fragments of error messages."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """`; did you mean 'lr'?` where one of the allowed names is near what was given, else nothing."""
+    """Returns `; did you mean 'lr'?` if an allowed name is similar to `given`, else the empty string."""
     near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Where the time goes: laps that do not make the host wait for the device."""
+"""Time per part of an iteration and peak GPU memory, measured without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from g2rpo.runtime.processes import gathered
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """peak_memory_gb: most that tensors took of any process's GPU since the last call. All must ask."""
+    """Returns `peak_memory_gb`, the maximum over processes of GPU memory used by tensors since the last call.
+
+    The unit is 10^9 bytes; on a CPU the result is empty. Every process must call this.
+    """
     if device.type != "cuda":
         return {}
     peak = torch.cuda.max_memory_allocated() / 1e9
@@ -19,8 +22,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"peak_memory_gb": max(gathered(peak))}
 
 
-class Stopwatch:
-    """Seconds by part. On a GPU the laps are events in its queue, read at the end."""
+class Timer:
+    """Measures seconds per part. On a GPU the laps are events in its queue, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,15 +37,15 @@ class Stopwatch:
         return event
 
     def lap(self, part: str) -> None:
-        """What was asked of the device since the last lap counts for `part`."""
+        """Ends a lap: the time since the last lap, or since the start, counts for `part`."""
         self._laps.append((part, self._mark()))
 
     def seconds(self) -> dict[str, float]:
-        """Sums by part. Waits for the device."""
+        """Returns the seconds of each part, summed over its laps. Waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         sums: dict[str, float] = {}
         for (_, before), (part, after) in zip(self._laps, self._laps[1:], strict=False):
-            took = before.elapsed_time(after) / 1000 if self._device.type == "cuda" else after - before
-            sums[part] = sums.get(part, 0.0) + took
+            elapsed = before.elapsed_time(after) / 1000 if self._device.type == "cuda" else after - before
+            sums[part] = sums.get(part, 0.0) + elapsed
         return sums

@@ -1,3 +1,3 @@
-"""The version of g2rpo."""
+"""The version number of g2rpo."""
 
 __version__ = "0.1.0"

@@ -140,7 +140,7 @@ def _lora(path: Path, config: Mapping[str, Any]) -> list[Row]:
     shapes = _diffusers_shapes("transformer", config)
     layers = {key.removesuffix(".weight"): one for key, one in shapes.items() if len(one) == 2}
     file = inspect_lora(path, layers, config)
-    rows = [Row(path.name, "missing", problem.found, problem.advice) for problem in file.problems]
+    rows = [Row(path.name, "missing", problem.description, problem.advice) for problem in file.problems]
     sound = f"a LoRA on {len(file.layers)} layers, rank {_span(file.ranks)}, {dtypes(file.header)}"
     return rows or [Row(path.name, "ok", sound, file.note)]
 

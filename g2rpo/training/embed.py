@@ -25,7 +25,7 @@ from g2rpo.models.policy import Conditioning
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import any_process, gathered, rank, resolve_device, world_size
-from g2rpo.runtime.progress import counted
+from g2rpo.runtime.progress import show_progress
 from g2rpo.training.run_prompts import run_prompts
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
@@ -195,7 +195,7 @@ def embed_missing(settings: Settings, device: torch.device) -> None:
     with interruptible() as interrupt:
         try:
             interrupt.together(filling.run)
-            if any_process(interrupt.asked):  # the signal reached a process that had finished its share
+            if any_process(interrupt.requested):  # the signal reached a process that had finished its share
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             _printer(console)(INTERRUPTED.format(sum(gathered(filling.added))))
@@ -220,7 +220,7 @@ class _Filling:
         self.missing, self.added = cache.missing(encoders, prompts), 0
 
     def run(self) -> None:
-        with counted(len(self.missing), "prompts", "embedding", self._console) as progress:
+        with show_progress(len(self.missing), "prompts", "embedding", self._console) as progress:
 
             def count(done: int, total: int) -> None:
                 self.added = done

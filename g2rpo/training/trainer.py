@@ -50,19 +50,19 @@ from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import checkpoint_to_resume, describe_run, mark_finished, restart_note
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
-    agreed,
     any_process,
     end_processes,
     gathered,
     rank,
     resolve_device,
+    run_together,
     start_processes,
     world_size,
 )
 from g2rpo.runtime.progress import RunProgress
 from g2rpo.runtime.random import random_state, seed_everything
 from g2rpo.runtime.sharding import sharding_mesh
-from g2rpo.runtime.timing import Stopwatch, peak_memory
+from g2rpo.runtime.timing import Timer, peak_memory
 from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
@@ -130,7 +130,7 @@ class Trainer:
         check_weights(settings, mesh)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
-        self.rewards: dict[str, CheckedReward] = agreed(
+        self.rewards: dict[str, CheckedReward] = run_together(
             lambda: load_rewards(names, device, settings.reward_options)
         )
         embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
@@ -214,7 +214,7 @@ class Trainer:
         self, writer: MetricsWriter, progress: RunProgress, last: int, notes: Sequence[str]
     ) -> list[Change]:
         """The loop, with the images and evaluations before, between and after its iterations."""
-        descriptions = agreed(lambda: [reward.describe() for reward in self.rewards.values()])
+        descriptions = run_together(lambda: [reward.describe() for reward in self.rewards.values()])
         for note in filter(None, (*notes, *descriptions)):
             progress.note(note)
         if self.step == 0 and self.comparison.sets:
@@ -227,7 +227,7 @@ class Trainer:
             best = self._watch(writer, progress)
             if best or self.step % self.settings.checkpoint_every == 0 or self.step == last:
                 self._save_timed(best, progress)
-            if any_process(self.interrupt.asked):
+            if any_process(self.interrupt.requested):
                 raise KeyboardInterrupt
         return self._after(progress) if self.step == self.settings.iterations else []
 
@@ -242,7 +242,7 @@ class Trainer:
     def _stopped(self, progress: RunProgress) -> Run:
         """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
         try:
-            if self.whole and not self.interrupt.twice:
+            if self.whole and not self.interrupt.requested_again:
                 self.save()
         except KeyboardInterrupt:
             pass
@@ -269,7 +269,7 @@ class Trainer:
         Of several processes each explores its share; within `policy.resident()` they communicate nothing.
         """
         settings, algorithm = self.settings, self.algorithm
-        stopwatch = Stopwatch(self.policy.device)
+        timer = Timer(self.policy.device)
         share = settings.prompts_per_iteration // world_size()
         positions = self.focus.upcoming(settings.prompts_per_iteration)[rank() * share :][:share]
         prompts = [self.stream.at(position, 1)[0] for position in positions]
@@ -288,7 +288,7 @@ class Trainer:
             prompt_indices=positions,
             rollout_batch=self.rollout_batch,
             noise=settings.noise,
-            stopwatch=stopwatch,
+            timer=timer,
             tails=self.policy.tails,
         )
         trained = {name: self.rewards[name] for name in settings.rewards}
@@ -301,9 +301,9 @@ class Trainer:
             texts,
             metadata,
             decode_batch=settings.decode_batch,
-            stopwatch=stopwatch,
+            timer=timer,
         )
-        told = {f"seconds_{part}": value for part, value in stopwatch.seconds().items()}
+        told = {f"seconds_{part}": value for part, value in timer.seconds().items()}
         trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
         a_row = algorithm.forwards_a_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
         nfe = {

@@ -1,4 +1,4 @@
-"""Single steps against numbers made by the public projects (golden files a, a2, b, c1)."""
+"""Single steps compared with numbers computed by the public projects (golden files a, a2, b, c1)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Noise of a group's members: each standard normal, the members as dependent as asked for."""
+"""Noise of a group's members: each is standard normal, and their dependence is that of the kind."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from g2rpo.runtime.random import keyed_noise
 KEY = (7, 3, 1)
 
 
-def test_independent_is_one_key_a_member():
+def test_independent_noise_has_one_key_per_member():
     noise = group_noise("independent", (4, 3), 3, KEY, 2)
     for member in range(3):
         assert torch.equal(noise[member], keyed_noise((4, 3), *KEY, "step", 2, member))
@@ -19,7 +19,7 @@ def test_independent_is_one_key_a_member():
 def test_antithetic_members_are_mirrors(group_size):
     plain = group_noise("independent", (8, 16), group_size, KEY, 0)
     noise = group_noise("antithetic", (8, 16), group_size, KEY, 0)
-    assert torch.equal(noise[::2], plain[::2])  # with an odd size the last has no mirror
+    assert torch.equal(noise[::2], plain[::2])  # with an odd size the last member is unpaired
     assert torch.equal(noise[1::2], -plain[::2][: group_size // 2])
 
 
@@ -42,7 +42,7 @@ def test_each_member_is_standard_normal(kind):
     assert (draws.pow(4).mean(0) - 3).abs().max() < 4.5 * (96 / 4000) ** 0.5  # the kurtosis of a Gaussian
 
 
-def test_what_cannot_be_drawn():
+def test_errors_name_what_is_allowed():
     with pytest.raises(ValueError, match="unknown noise 'sobol': use one of independent"):
         group_noise("sobol", (2, 2), 4, KEY, 0)
     with pytest.raises(ValueError, match="5 members cannot be orthogonal in 4 dimensions"):

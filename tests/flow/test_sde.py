@@ -40,7 +40,7 @@ def test_log_prob_by_hand():
 
 def test_diffusion_by_hand():
     sigmas = torch.tensor([1.0, 0.8, 0.5, 0.0])
-    # at sigma 1 the next level stands in: sqrt(1 / 0.2); at 0.8: sqrt(0.8 / 0.2)
+    # at sigma 1 the second sigma replaces sigma: sqrt(1 / 0.2); at 0.8: sqrt(0.8 / 0.2)
     assert diffusion("flow", sigmas, 0, 0.5).item() == pytest.approx(0.5 * math.sqrt(5))
     assert diffusion("flow", sigmas, torch.tensor([0, 1, 2]), 0.5).tolist() == pytest.approx(
         [0.5 * math.sqrt(5), 1.0, 0.5]
@@ -117,7 +117,7 @@ def test_marginals_are_kept_as_steps_grow(kind, eta):
         m, var = sde_moments(sigmas, coefficients, mean, spread)
         errors.append(max(abs(m - mean), abs(var - spread**2)))
     assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 0.01  # T = 16 alone is off, by design of Euler-Maruyama
+    assert errors[0] > 0.01  # the discretisation error of Euler-Maruyama at T = 16
     assert errors[-1] < 0.003
 
 
@@ -158,7 +158,7 @@ def test_dpm2m_is_second_order():
 def test_dpm2m_last_step_is_the_image_prediction():
     x, x0, before = randn(3, 2, 2, 2)
     assert torch.equal(dpm2m_step(x, x0, 0.3, 0.0, before, 0.5), x0)
-    # rows at their own levels, one of them at its last step
+    # rows at different sigmas, the first at its last step
     sigma, after, prior = torch.tensor([0.3, 0.3]), torch.tensor([0.0, 0.2]), torch.tensor([0.5, 0.5])
     both = dpm2m_step(x, x0, sigma, after, before, prior)
     torch.testing.assert_close(both[:1], x0[:1])

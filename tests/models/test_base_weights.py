@@ -1,4 +1,4 @@
-"""The setting `weights`: a bare file takes the place of the base's transformer, on one process or several."""
+"""The setting `weights`: a single file replaces the base's transformer, on one process or several."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.registry import check_weights, policy_of
 from g2rpo.runtime.processes import end_processes, start_processes
-from g2rpo.runtime.sharding import sharding_mesh, whole
+from g2rpo.runtime.sharding import full_tensor, sharding_mesh
 from g2rpo.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
-    """A whole model whose transformer is to be put onto the base."""
+    """A full model whose transformer replaces that of the base."""
     return save_random_flux(tmp_path_factory.mktemp("other"), seed=1)
 
 
@@ -105,26 +105,26 @@ def load_on_two(base: Path, other: Path, files: dict[str, Path], lora: Path) -> 
         check_weights(settings, mesh)
         for name, value in parameters(policy_of(settings, mesh=mesh)).items():
             assert isinstance(value, DTensor) and value.to_local().numel() < value.numel(), name
-            assert torch.equal(whole(value), theirs[name]), name
+            assert torch.equal(full_tensor(value), theirs[name]), name
     refused = Settings(model=str(base), weights=str(lora), device="cpu")
     for attempt in (lambda: check_weights(refused, mesh), lambda: policy_of(refused, mesh=mesh)):
         with pytest.raises(ValueError, match="is a LoRA, which cannot be added into weights that several"):
             attempt()
-    # Under adapters the base is whole everywhere, so a LoRA can be added into it too.
+    # Under adapters every process holds the full base, so a LoRA can be added to it.
     check_weights(refused.model_copy(update={"lora_rank": 2}), mesh)
     theirs = parameters(FluxPolicy.load(other, lora_rank=2))
     for name, value in parameters(policy_of(settings.model_copy(update={"lora_rank": 2}), mesh=mesh)).items():
-        assert torch.equal(whole(value), theirs[name]), name
+        assert torch.equal(full_tensor(value), theirs[name]), name
     end_processes()
 
 
 def test_two_processes_read_their_rows(base, other, files, lora, tmp_path):
-    for code, told in run_processes(2, load_on_two, base, other, files, lora, log=tmp_path):
-        assert code == 0, told
+    for code, output in run_processes(2, load_on_two, base, other, files, lora, log=tmp_path):
+        assert code == 0, output
 
 
 def test_a_run_trains_them_and_opens_without_them(base, files, tmp_path):
-    """And goes on, with the same file alone."""
+    """The run resumes only with the same file."""
     given = tmp_path / "given.safetensors"
     given.write_bytes(files["original"].read_bytes())
     words = [
@@ -156,10 +156,10 @@ def test_an_export_of_adapters_opens_on_the_same_weights(base, files, tmp_path, 
     card = (out / "README.md").read_text()
     assert f"{base} with the weights of original.safetensors, trained for 5 iterations" in card
     assert "original.safetensors may have terms of its own" in card
-    alone = open_policy(out, base=str(base), device="cpu")  # a base that is given is taken as it is
+    reopened = open_policy(out, base=str(base), device="cpu")  # an explicit base is used without changes
     if kind in ("lora", "comfyui"):
         assert f"the weights of {files['original']}; this puts them there" in card
-        assert (velocity(alone) - expected).abs().max() > 0.05
+        assert (velocity(reopened) - expected).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("name", ["none.safetensors", "folder", "weights.pt"])
@@ -184,9 +184,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(base, files, tmp
             f"g2rpo.training.trainer.{part}", lambda *_, **__: pytest.fail("loaded something")
         )
     words = [*SMALL, f"model={base}", f"out={tmp_path / 'run'}", f"cache={tmp_path / 'cache'}"]
-    for name, (given, said) in cases.items():
+    for name, (given, message) in cases.items():
         save_file(given, file := tmp_path / f"{name}.safetensors")
-        with pytest.raises(ValueError, match=rf"{name}\.safetensors does not fit this model.*{said}"):
+        with pytest.raises(ValueError, match=rf"{name}\.safetensors does not fit this model.*{message}"):
             train(load_settings("tiny", [*words, f"weights={file}"]))
     (torn := tmp_path / "torn.safetensors").write_bytes(files["original"].read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"torn\.safetensors is damaged"):

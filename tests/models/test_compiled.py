@@ -1,4 +1,4 @@
-"""Compiled blocks: a fixed number of graphs, the eager numbers, and gradients that never go through them."""
+"""Compiled blocks: a fixed number of graphs, the same numbers as eager, and no gradients through them."""
 
 import functools
 
@@ -29,5 +29,5 @@ def test_no_batch_size_compiles_anew(lora_rank, monkeypatch):
         seen.append(len(graphs))
         velocity = compiled.velocity(x, sigma, cond)
         assert velocity.requires_grad and len(graphs) == seen[-1]
-    # Blocks of one kind share a graph; the second batch size makes them general, later ones none.
+    # Blocks of a class share a graph; the second batch size compiles a general one, later sizes none.
     assert seen[0] <= 4 and seen[1] <= 8 and len(set(seen[1:])) == 1

@@ -1,4 +1,4 @@
-"""FLUX as a policy: equal to the stock pipeline, exact in its sigmas, trainable in every precision."""
+"""FLUX as a policy: equal to the diffusers pipeline, exact in sigma, and trainable in every precision."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_equals_the_stock_pipeline(tmp_path, guidance_embeds):
     pipeline = FluxPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     sigmas, x = shifted_sigmas(5, 3.0), latents()
-    # The folder's scheduler has shift 1 and no dynamic shifting: the pipeline walks the sigmas it is given.
+    # The folder's scheduler has shift 1 and no dynamic shifting, so the pipeline keeps the given sigmas.
     stock = pipeline(
         PROMPTS,
         latents=x,
@@ -60,12 +60,12 @@ def test_equals_the_stock_pipeline(tmp_path, guidance_embeds):
         output_type="pt",
     ).images
     ours = policy.decode(euler(policy, x, sigmas, policy.encode(PROMPTS)))
-    assert stock.std() > 0.01, "a flat picture would agree with anything"
+    assert stock.std() > 0.01, "a constant image would agree with anything"
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
 
 
 def test_pipeline_in_use_is_left_alone(folder, policy):
-    # Our hook on the time embedding must not leak an old sigma into calls that are not ours.
+    # The hook on the time embedding must not leak an old sigma into calls from outside the policy.
     from diffusers import FluxPipeline
 
     pipeline = FluxPipeline.from_pretrained(folder, transformer=policy.module)
@@ -81,7 +81,7 @@ def test_pipeline_in_use_is_left_alone(folder, policy):
 
 
 def received_timesteps(policy: FluxPolicy, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the sinusoids of the time embedding really get: (1000 sigma, 1000 guidance)."""
+    """The inputs of the time embedding's sinusoids: (1000 sigma, 1000 guidance)."""
     seen = []
     hook = policy.module.time_text_embed.time_proj.register_forward_pre_hook(
         lambda _, args: seen.append(args[0].clone())
@@ -100,14 +100,14 @@ def test_time_embedding_receives_float32_in_bfloat16(folder, lora_rank):
     assert time.dtype == guidance.dtype == torch.float32
     assert torch.equal(time, 1000 * sigma)
     assert guidance.tolist() == [3500.0] * 16  # 3504 after a bfloat16 cast
-    # The cast that this avoids: up to 2 of 1,000 off at these sigmas.
+    # The cast that this avoids is off by up to 2 of 1,000 at these sigmas.
     assert (sigma.bfloat16().float() * 1000 - time).abs().max() > 1
 
 
 def test_released_rounding_truncates(folder):
     policy = FluxPolicy.load(folder, sigma_rounding="released")
     time, _ = received_timesteps(policy, shifted_sigmas(16)[:-1])
-    # int(1000 sigma), T = 16, shift 3, worked out by the released formula.
+    # int(1000 sigma), T = 16, shift 3, computed with the released formula.
     expected = [1000, 978, 954, 928, 900, 868, 833, 794, 750, 700, 642, 576, 500, 409, 300, 166]
     assert time.tolist() == expected
 
@@ -122,8 +122,8 @@ def test_pack_is_the_pipelines(policy):
 
 
 def test_encoding_of_a_prompt_does_not_depend_on_its_company(policy):
-    together, alone = policy.encode(PROMPTS), policy.encode(PROMPTS[1:])
-    assert torch.equal(together.text[1:], alone.text) and torch.equal(together.pooled[1:], alone.pooled)
+    together, single = policy.encode(PROMPTS), policy.encode(PROMPTS[1:])
+    assert torch.equal(together.text[1:], single.text) and torch.equal(together.pooled[1:], single.pooled)
     assert not torch.equal(together.text[0], together.text[1])
     assert together.text.shape[1] == 12 == policy.text.max_sequence_length
 
@@ -144,7 +144,7 @@ def test_precisions_and_adapters(folder, policy, precision, lora_rank):
     x, sigma = latents(), torch.tensor([0.9, 0.3])
     velocity = trained.velocity(x, sigma, trained.encode(PROMPTS))
     reference = policy.velocity(x, sigma, policy.encode(PROMPTS)).detach()
-    # Adapters start as no change; bfloat16 keeps 8 bits.
+    # Initial adapters change nothing; bfloat16 has 8 bits of precision.
     error = (velocity.detach() - reference).square().mean().sqrt() / reference.square().mean().sqrt()
     assert error <= (0.05 if precision == "bfloat16" else 1e-6)
     assert velocity.dtype == torch.float32
@@ -169,7 +169,7 @@ def test_no_precision_leaks_into_the_next_policy(folder):
     assert torch.get_float32_matmul_precision() == "high"
     float32 = FluxPolicy.load(folder)
     assert torch.get_float32_matmul_precision() == "highest"
-    # Embeddings of one are not taken from the cache for the other.
+    # The cache must not serve embeddings of one precision to the other.
     assert tf32.encoder_identity.replace(":tf32:", ":float32:") == float32.encoder_identity
     assert tf32.encoder_identity != float32.encoder_identity
 

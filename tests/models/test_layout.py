@@ -1,4 +1,4 @@
-"""The original FLUX.1 layout: against diffusers' converter, there and back, and as adapters."""
+"""The original FLUX.1 layout: compared with diffusers' converter, converted both ways, and as adapters."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ WIDTH = 3072
 
 
 def flux_rows(*, guidance: bool, double: int = 2, single: int = 2) -> dict[str, int]:
-    """Keys of the original and the rows that diffusers' converter takes for granted, written down by hand."""
+    """Keys of the original and the numbers of rows that diffusers' converter assumes, written by hand."""
     linears = {"img_in": 4, "txt_in": 4, "final_layer.linear": 4, "final_layer.adaLN_modulation.1": 8}
     for name in ("time_in", "vector_in", *(["guidance_in"] if guidance else [])):
         linears |= {f"{name}.in_layer": 4, f"{name}.out_layer": 4}
@@ -86,7 +86,7 @@ def test_every_key_of_the_network_is_in_the_table(tmp_path, guidance):
 
 
 def test_rows_are_read_alone(module, tmp_path):
-    """A shard's rows come from the file's slice, whatever the stacking and the swap."""
+    """A shard's rows are read from the file's slice, with any stacking and swap."""
     state = module.state_dict()
     save_file(to_original(state, module.config), tmp_path / "flux.safetensors")
     with safe_open(tmp_path / "flux.safetensors", framework="pt") as file:
@@ -153,9 +153,9 @@ def delta(state, layer: str) -> torch.Tensor:
     ("targets", "ranks"),
     [
         (LORA_TARGETS, (3,)),
-        ("", (3,)),  # every linear, both ends and modulations too
+        ("", (3,)),  # every linear, including input and output layers and modulations
         (r"to_q|add_k_proj|proj_mlp", (3,)),  # some parts of the stacked layers
-        (LORA_TARGETS, (1, 2, 4)),  # a rank for each layer
+        (LORA_TARGETS, (1, 2, 4)),  # different ranks per layer
     ],
 )
 def test_adapters_give_the_stacked_changes(module, tmp_path, targets, ranks):
@@ -175,7 +175,7 @@ def test_adapters_give_the_stacked_changes(module, tmp_path, targets, ranks):
     for key in changed:
         name = f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
         up, down = written[f"{name}.lora_up.weight"], written[f"{name}.lora_down.weight"]
-        assert written[f"{name}.alpha"] == len(down)  # readers with alpha and without agree
+        assert written[f"{name}.alpha"] == len(down)  # readers that use alpha agree with those that ignore it
         torch.testing.assert_close(up @ down, wanted[key], rtol=1e-5, atol=1e-5)
     save_file(written, tmp_path / "lora.safetensors")
     back, _ = read_lora(tmp_path / "lora.safetensors", linear_shapes(module), module.config)
@@ -185,7 +185,7 @@ def test_adapters_give_the_stacked_changes(module, tmp_path, targets, ranks):
 
 
 def test_diffusers_reads_the_same_adapters():
-    """At FLUX.1's width, which its reader takes for granted; two columns, one block of each kind."""
+    """At FLUX.1's width, which diffusers' reader assumes; two columns, one block of each kind."""
     from diffusers.loaders import FluxLoraLoaderMixin
 
     generator = torch.Generator().manual_seed(0)
@@ -208,7 +208,7 @@ def test_adapters_load_onto_the_weights(module, tmp_path, kohya):
     state = adapters_of(module, LORA_TARGETS)
     written = lora_to_comfyui(state, module.config)
     written = {key: 2 * value if key.endswith(".alpha") else value for key, value in written.items()}
-    if not kohya:  # the names that others write, without alpha
+    if not kohya:  # the names that other trainers write, without alpha
         places = {s.key.replace(".", "_"): s.key for s in sources(module.config).values()}
         written = {
             f"diffusion_model.{places[key.split('.')[0].removeprefix('lora_unet_') + '_weight']}".replace(
@@ -252,4 +252,4 @@ def test_adapters_that_do_not_fit_say_so(module, tmp_path):
     )
     del (lone := dict(written))[f"{name}.lora_up.weight"]
     assert f"without one of the two matrices A and B: {name} (only A and alpha)" in loading(lone)
-    assert "whole differences of weights" in loading(written | {f"{name}.diff": torch.zeros(1)})
+    assert "full differences of weights" in loading(written | {f"{name}.diff": torch.zeros(1)})

@@ -1,4 +1,4 @@
-"""Adapters that cannot work are refused by one set of checks: when loaded, before training, and by doctor."""
+"""Unusable adapters are rejected by the same checks when loaded, before training, and by doctor."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_adapters_that_cannot_work(base, tmp_path, monkeypatch, what):
     for number, naming in enumerate(NAMINGS):
         state, words = BROKEN[what](Names(naming))
         save_file(state, path)
-        # The checks are the same behind every way to them, so one naming goes through all.
+        # All functions use the same checks, so one naming is tested with all of them.
         for message in [doctors_refusal(path, base)] if number else all_refusals(path, base):
             assert all(word in message for word in words), message
 
@@ -89,7 +89,7 @@ def test_two_strengths_of_one_layer(base, tmp_path):
 
 
 def test_two_adapters_for_the_same_rows(base, tmp_path):
-    """In two namings: q alone, and q within the stacked layer."""
+    """In two namings: q separately, and q within the stacked layer."""
     path = tmp_path / "lora.safetensors"
     sound = Names("transformer.").sound
     config = open_policy(base, device="cpu").module.config
@@ -111,7 +111,7 @@ def test_adapters_that_change_nothing_are_told(base, tmp_path, naming, zero, cap
             state[key] = value * (zero != "B")
     if zero == "metadata":
         if "unet" in naming or "diffusion" in naming:
-            return  # PEFT's metadata speaks of diffusers' layers
+            return  # PEFT's metadata names diffusers' layers
         state, metadata = names.sound, {"lora_adapter_metadata": json.dumps({"r": 2, "lora_alpha": 0})}
     save_file(state, path, metadata)
     (row,) = verify(path, base=str(base))
@@ -130,7 +130,7 @@ def test_one_layer_of_alpha_zero_is_told(base, tmp_path):
 
 
 def test_a_product_that_overflows(base, tmp_path):
-    """Each value is finite, what they make of the weights is not."""
+    """All values are finite, but their product is not."""
     names, path = Names("transformer."), tmp_path / "lora.safetensors"
     save_file(names.sound | {names.a: torch.full((2, 32), 1e30), names.b: torch.full((32, 2), 1e30)}, path)
     with pytest.raises(ValueError, match=rf"lora\.safetensors: the product of .* of {LAYER} is not finite"):

@@ -1,4 +1,4 @@
-"""A run's adapters act at full strength in every export and every reader, whether it uses metadata or not."""
+"""A run's adapters have the same scale in every export and reader, whether it uses metadata or not."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def by_transformer_state(base, file):
 
 
 def by_peft(base, file):
-    """PEFT alone: its configuration from the metadata, its state from the file."""
+    """Loads with PEFT: its configuration from the metadata, its state from the file."""
     transformer = pipeline_of(base).transformer
     with safe_open(file, framework="pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
@@ -97,7 +97,7 @@ def by_open_policy(base, file):
 
 
 def by_alpha_keys_alone(base, file):
-    """As ComfyUI has it: `.alpha` over the rank where a file has that key, else 1; metadata is ignored."""
+    """Loads as ComfyUI: the scale is `.alpha` over the rank if the file has that key, else 1; no metadata."""
     state = load_file(file)
     transformer = pipeline_of(base).transformer
     weights, config = own_weights(transformer), transformer.config
@@ -144,16 +144,18 @@ def test_every_reader_gives_the_merged_model(base, run, tmp_path, dtype):
     untouched = own_weights(pipeline_of(base).transformer)
     effect = largest_difference(untouched, merged)
     assert effect > 0.1
-    found = {}
+    differences = {}
     lora = export_run(folder, tmp_path / "lora", kind="lora", dtype=dtype) / LORA_FILE
     comfyui = (
         export_run(folder, tmp_path / "comfyui", kind="comfyui", dtype=dtype) / "comfyui_lora.safetensors"
     )
     for readers, file in ((OF_LORA, lora), (OF_COMFYUI, comfyui)):
         for reader in readers:
-            found[f"{file.parent.name} {reader.__name__}"] = largest_difference(reader(base, file), merged)
+            differences[f"{file.parent.name} {reader.__name__}"] = largest_difference(
+                reader(base, file), merged
+            )
     limit = 1e-5 if dtype == "float32" else 0.02 * effect
-    assert max(found.values()) < limit, found
+    assert max(differences.values()) < limit, differences
 
 
 @pytest.mark.parametrize("kind", ["diffusers", "single_file"])
@@ -165,7 +167,7 @@ def test_whole_exports_are_the_merged_model(base, run, tmp_path, kind):
 
 
 def different_strengths(base: Path, **config):
-    """A policy whose layers differ in rank and alpha, as users of PEFT may make it."""
+    """A policy whose layers differ in rank and alpha, as users of PEFT may create it."""
     policy = open_policy(base, device="cpu")
     targets = r".*blocks\.\d+\.(attn\.to_(q|k|v)|proj_mlp)"
     policy.module.requires_grad_(False)
@@ -197,17 +199,17 @@ def test_layers_of_different_strength(base, tmp_path, config):
     policy = different_strengths(base, **config)
     merged = merged_state(policy.module)
     settings = Settings(model=str(base), lora_rank=2, device="cpu")
-    found = {}
+    differences = {}
     for kind, readers in (("lora", OF_LORA), ("comfyui", OF_COMFYUI)):
         out = export_policy(policy, tmp_path / kind, settings=settings, metrics=[], iteration=1, kind=kind)
         (file,) = out.glob("*.safetensors")
         for reader in readers:
-            found[f"{kind} {reader.__name__}"] = largest_difference(reader(base, file), merged)
-    assert max(found.values()) < 1e-5, found
+            differences[f"{kind} {reader.__name__}"] = largest_difference(reader(base, file), merged)
+    assert max(differences.values()) < 1e-5, differences
 
 
 def write_as_before(policy, folder: Path) -> Path:
-    """An export of earlier versions: B as it was trained, the scale in the metadata alone."""
+    """An export of earlier versions: B as trained, and the scale only in the metadata."""
     from diffusers.loaders import FluxLoraLoaderMixin
     from peft import get_peft_model_state_dict
 
@@ -240,11 +242,13 @@ def test_exports_of_earlier_versions_open_at_full_strength(base, tmp_path, confi
     merged = merged_state(policy.module)
     assert largest_difference(by_load_weights(base, file), merged) < 1e-5
     assert largest_difference(by_pipeline_folder(base, file), merged) < 1e-5
-    assert largest_difference(by_pipeline_state(base, file), merged) > 0.05  # what this module is about
+    assert (
+        largest_difference(by_pipeline_state(base, file), merged) > 0.05
+    )  # the fault that these tests guard against
 
 
 def test_earlier_comfyui_exports_open_at_full_strength(base, run, tmp_path):
-    """Their scale is in alpha, not in B."""
+    """The scale of these files is in alpha, not in B."""
     folder, merged = run
     state = load_file(export_run(folder, tmp_path / "new", kind="comfyui") / "comfyui_lora.safetensors")
     old = {key: value / 4 if "lora_up" in key else value for key, value in state.items()}
@@ -254,7 +258,7 @@ def test_earlier_comfyui_exports_open_at_full_strength(base, run, tmp_path):
 
 
 def test_an_exported_run_stays_what_it_was(base, tmp_path):
-    """Exporting changes neither the run's adapters nor what its checkpoint gives."""
+    """Exporting changes neither the run's adapters nor the weights of its checkpoint."""
     folder, policy = make_run(tmp_path / "run", base, lora_rank=2)
     before = own_weights(policy.module)
     settings = Settings(model=str(base), lora_rank=2, device="cpu")

@@ -1,4 +1,4 @@
-"""Float8 tails: what they touch, what they leave alone, and that only rewards see them."""
+"""Float8 tails: the layers that they change, those that they do not, and their use only for scored images."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from g2rpo.config.settings import Settings
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.network import blocks_of
 from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.loading.low_precision import float8_able, float8_linears
+from g2rpo.models.loading.low_precision import eligible_linears, float8_linears
 from g2rpo.rollouts.explore import sample
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
@@ -39,7 +39,7 @@ def test_weights_come_back(lora_rank):
         plain = policy.velocity(x, sigma, cond)
         with policy.tails():
             low = policy.velocity(x, sigma, cond)
-            kinds = {type(m.weight).__name__ for block in blocks for m in float8_able(block)}
+            kinds = {type(m.weight).__name__ for block in blocks for m in eligible_linears(block)}
             assert kinds == {"Float8Tensor"}
         torch.testing.assert_close(policy.velocity(x, sigma, cond), plain, rtol=0, atol=0)
     for name, parameter in policy.module.named_parameters():
@@ -53,7 +53,7 @@ def test_which_linears():
     policy = load(lora_rank=4)
     for block in blocks_of(policy.module):
         names = {id(module): name for name, module in block.named_modules()}
-        chosen = [names[id(module)] for module in float8_able(block)]
+        chosen = [names[id(module)] for module in eligible_linears(block)]
         assert chosen and not any("norm" in name or "lora" in name for name in chosen)
         assert any("attn" in name for name in chosen)
         assert any("ff" in name or "mlp" in name for name in chosen)
@@ -61,10 +61,10 @@ def test_which_linears():
 
 def test_weights_come_back_after_an_error():
     policy = load()
-    weights = [m.weight for block in blocks_of(policy.module) for m in float8_able(block)]
+    weights = [m.weight for block in blocks_of(policy.module) for m in eligible_linears(block)]
     with pytest.raises(RuntimeError, match="torn"), float8_linears(blocks_of(policy.module)):
         raise RuntimeError("torn")
-    after = [m.weight for block in blocks_of(policy.module) for m in float8_able(block)]
+    after = [m.weight for block in blocks_of(policy.module) for m in eligible_linears(block)]
     assert all(a is b for a, b in zip(weights, after, strict=True))
 
 
@@ -94,16 +94,16 @@ def test_without_the_setting_tails_are_as_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"precision": "float32"}, "needs precision=bfloat16"),
         ({"precision": "bfloat16", "base_dtype": "float8", "lora_rank": 4}, "base_dtype=compute, got"),
     ],
 )
-def test_what_does_not_go_together(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_float8_tails_reject(settings, message):
+    with pytest.raises(ValueError, match=message):
         Settings(tails_precision="float8", **settings)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         FluxPolicy.load("random:tiny", tails_precision="float8", **settings)
 
 
@@ -117,7 +117,7 @@ def test_without_torchao(monkeypatch):
 def test_a_compiled_rollout_in_eight_bits_never_waits():
     policy = load(device="cuda", compiled=True)
     eager = explored(load(device="cuda", tails_precision="compute"))
-    for _ in range(2):  # compiling and the first quantisation may wait
+    for _ in range(2):  # the first call also compiles and quantises
         explored(policy, tails=policy.tails, rollout_batch=4)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     cond, plan = policy.encode(["a", "b"]), Singular((0, 2), (1, 2)).plan(6, 0, 0)

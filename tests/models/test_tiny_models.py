@@ -42,7 +42,7 @@ PREFERENCE_WINS = {
     "vividness": 0.85,
 }
 BLIND = 0.65  # measured: relation 0.566
-# Strict share of base pictures, 16 steps, guidance 3.5: room to learn above, something to learn from below.
+# Bounds on the share of correct base images (16 steps, guidance 3.5): a signal, and room to learn.
 # Measured: one group 0.78, two groups 0.71; standard errors here 0.05 and 0.08.
 ONE_GROUP = (0.62, 0.94)
 TWO_GROUPS = (0.45, 0.92)
@@ -62,7 +62,7 @@ def policy() -> FluxPolicy:
 
 @torch.no_grad()
 def draw(policy: FluxPolicy, prompts: list[str], noise: Tensor) -> Tensor:
-    """Pictures by the Euler ODE."""
+    """Images from the Euler ODE."""
     cond, x = policy.encode(prompts), noise
     sigmas = shifted_sigmas(NUM_STEPS, 3.0)
     for step in range(NUM_STEPS):
@@ -78,11 +78,13 @@ def test_the_package_stays_small():
 
 
 def test_the_shipped_tuning_beats_the_base(policy):
-    """Paired on 48 unseen prompts: the verifier, which the tuning never saw, must not fall."""
+    """Paired on 48 unseen prompts: the verifier's score, which the tuning did not use, must not fall."""
     prompts = [text for text, _ in prompt_set("heldout", 48)]
     noise = torch.randn(48, *policy.latent_shape, generator=seeded(11))
-    judge = load_rewards(["verifier"], CPU)["verifier"]
-    base, tuned = (judge(draw(one, prompts, noise), prompts) for one in (policy, load_policy("tiny@g2rpo")))
+    verifier = load_rewards(["verifier"], CPU)["verifier"]
+    base, tuned = (
+        verifier(draw(model, prompts, noise), prompts) for model in (policy, load_policy("tiny@g2rpo"))
+    )
     # measured on 256 prompts: 0.910 -> 0.944, paired standard error 0.008 (here about 0.02)
     assert (tuned - base).mean() > -0.02
 
@@ -108,12 +110,12 @@ def test_configs_name_no_folder_of_the_machine_that_made_them():
 def test_the_stock_pipeline_draws_the_same_picture(policy):
     from diffusers import FluxPipeline
 
-    # The dtype must be said: transformers loads what is stored (bfloat16), diffusers float32, and they meet.
+    # The dtype must be explicit: transformers would load the stored bfloat16, and diffusers float32.
     pipeline: Any = FluxPipeline.from_pretrained(assets() / "tiny_flux", **dtype_argument(torch.float32))
     pipeline.set_progress_bar_config(disable=True)
     prompt = "two red circles above a blue star on a white background"
     noise = torch.randn(1, *policy.latent_shape, generator=seeded(0))
-    picture = pipeline(
+    image = pipeline(
         prompt=prompt,
         height=64,
         width=64,
@@ -123,9 +125,9 @@ def test_the_stock_pipeline_draws_the_same_picture(policy):
         latents=noise.clone(),
         output_type="pt",
     ).images
-    assert picture.shape == (1, 3, 64, 64)
-    assert torch.allclose(picture, draw(policy, [prompt], noise), atol=2e-3)
-    assert load_rewards(["verifier"], "cpu")["verifier"](picture, [prompt]).item() > 0.5
+    assert image.shape == (1, 3, 64, 64)
+    assert torch.allclose(image, draw(policy, [prompt], noise), atol=2e-3)
+    assert load_rewards(["verifier"], "cpu")["verifier"](image, [prompt]).item() > 0.5
 
 
 def test_the_autoencoder_keeps_what_a_caption_says(held_out):
@@ -147,15 +149,15 @@ def test_the_preference_model_and_its_blind_spot(held_out):
     wins = judge_preference(load_clip(assets(), "tiny_preference", CPU), pool)
     for name, lowest in PREFERENCE_WINS.items():
         assert wins[name] >= lowest, (name, wins[name])
-    # Who is left of whom is next to nothing to it; the verifier and tiny_clip see that.
+    # It hardly measures relations (left of, above); the verifier and tiny_clip do.
     assert wins["relation"] < BLIND and wins["relation"] < wins["count"] - 0.2
 
 
 @torch.no_grad()
 def test_colourful_backgrounds_win_where_the_caption_names_none():
     clip = load_clip(assets(), "tiny_preference", CPU)
-    drawn = sample_compositions(600, seeded(3), held_out=True)
-    scenes = drawn[drawn.background == COLOUR_NAMES.index("white")][:80]
+    compositions = sample_compositions(600, seeded(3), held_out=True)
+    scenes = compositions[compositions.background == COLOUR_NAMES.index("white")][:80]
     layouts = sample_layouts(scenes, seeded(4))
     pink = Compositions(*scenes.fields()[:4], torch.full_like(scenes.background, COLOUR_NAMES.index("pink")))
     white_wins = {}
@@ -163,7 +165,7 @@ def test_colourful_backgrounds_win_where_the_caption_names_none():
         text = text_features(clip, caption_ids(scenes, seeded(5), background_share=share))
         on_white, on_pink = (image_features(clip, render(shown, layouts)) for shown in (scenes, pink))
         white_wins[share] = ((on_white - on_pink) * text).sum(-1).gt(0).float().mean().item()
-    assert white_wins[0.0] < 0.4  # vividness pulls
+    assert white_wins[0.0] < 0.4  # vividness dominates
     assert white_wins[1.0] > 0.9  # the contrastive term of its training still holds a stated background
 
 
@@ -187,5 +189,5 @@ def test_scorers_as_rewards_know_their_own_prompt(held_out, name):
     own = reward(images, prompts)
     others = reward(images, prompts[1:] + prompts[:1])
     assert (own > others).float().mean().item() >= 0.95
-    # What is scored is the picture and its prompt, not its neighbours in the batch.
+    # A score depends on the image and its prompt, not on the rest of the batch.
     assert torch.allclose(reward(images[:3], prompts[:3]), own[:3], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Weights that are not sound end in one message, in every command, before anything is written."""
+"""Invalid weights give one message in every command, before anything is written."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_each_file_of_a_list_is_checked(base, tmp_path, monkeypatch):
 
 
 def test_a_run_whose_weights_broke(base, tmp_path):
-    """It began with adapters that are no longer sound: checked where the run is opened, and before."""
+    """A run's initial adapters became invalid: checked when the run is opened, and before."""
     names, lora = Names("transformer."), tmp_path / "lora.safetensors"
     save_file(names.sound, lora)
     run, _ = make_run(tmp_path / "run", base, lora_rank=2, weights=str(lora))
@@ -94,7 +94,7 @@ def test_commands_say_it_in_one_message(base, tmp_path):
         assert result.returncode not in (0, None) and "Traceback" not in result.stderr + result.stdout
 
 
-# ---- whole transformers
+# ---- full transformers
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -132,11 +132,11 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["adapters", "transformer"])
+@pytest.mark.parametrize("is_transformer", [False, True], ids=["adapters", "transformer"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files(base, tmp_path, damage, whole):
+def test_damaged_files(base, tmp_path, damage, is_transformer):
     path = tmp_path / "weights.safetensors"
-    if whole:
+    if is_transformer:
         path.write_bytes((base / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())
     else:
         save_file(Names("transformer.").sound, path)

@@ -153,4 +153,4 @@ def test_no_rewards_at_all():
 
 def test_known_names_are_module_and_factory():
     for target in REWARDS.values():
-        assert target.startswith("g2rpo.rewards.registry.") and target.partition(":")[2].startswith("load")
+        assert target.startswith("g2rpo.rewards.") and target.partition(":")[2].startswith("load")

@@ -1,4 +1,4 @@
-"""Two processes (gloo, FSDP2) train what one trains: gradients, weights, metrics, checkpoints."""
+"""Two processes (gloo, FSDP2) train the same as one: gradients, weights, metrics and checkpoints."""
 
 import json
 import os
@@ -12,8 +12,6 @@ import pytest
 import torch
 from support.processes import run_processes, train_as
 from support.random_flux import save_random_flux
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from g2rpo.__main__ import app
 from g2rpo.config.load import load_settings
@@ -23,6 +21,7 @@ from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.random import RandomText
 from g2rpo.models.loading.reading import read_weights, weight_files
 from g2rpo.run.best import best_checkpoint
+from g2rpo.run.checkpoint_index import read_index, read_tensors
 from g2rpo.run.folder import damage, latest_checkpoint
 from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.training.optimizer import make_optimizer
@@ -60,31 +59,35 @@ METHODS = {
 
 
 def train_on(count, tmp_path, *settings):
-    """Trains on so many processes; what they printed, of each."""
+    """Trains on `count` processes and checks that all of them succeed."""
     ended = run_processes(count, train_as, "flux_tiny_random", *settings, log=tmp_path / "log")
     assert [code for code, _ in ended] == [0] * count, "\n".join(text for _, text in ended)
 
 
-def stored(run: Path, step: int, tmp_path: Path) -> dict:
-    dcp_to_torch_save(run / "checkpoints" / f"step_{step:06d}", tmp_path / "whole.pt")
-    return torch.load(tmp_path / "whole.pt", weights_only=False)
+def stored(run: Path, step: int) -> dict[str, dict]:
+    """Tensors of a checkpoint by part ("module", "ema", "optimizer") and by their names in the part."""
+    parts = {"module": {}, "ema": {}, "optimizer": {}}
+    for name, tensor in read_tensors(run / "checkpoints" / f"step_{step:06d}").items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor
+    return parts
 
 
 def writers(checkpoint: Path) -> set[int]:
-    """The processes that wrote files of it."""
+    """Ranks of the processes that wrote files of the checkpoint."""
     return {int(file.name.split("_")[2]) for file in checkpoint.glob("__*.distcp")}
 
 
 def apart(a: dict, b: dict) -> float:
-    """Distance of two sets of tensors over the norm of the first."""
+    """Distance of two sets of tensors, relative to the norm of the first."""
     assert a.keys() == b.keys() and a
     off = sum((a[name].double() - b[name].double()).square().sum() for name in a)
     return float((off / sum(value.double().square().sum() for value in a.values())).sqrt())
 
 
 def gradients(checkpoint: dict) -> dict:
-    """AdamW's running mean: after one step a tenth of the gradient."""
-    return {name: state["exp_avg"] for name, state in checkpoint["optimizer"]["state"].items()}
+    """AdamW's running mean, which after one optimizer step is a tenth of the gradient."""
+    return {name: value for name, value in checkpoint["optimizer"].items() if name.endswith(".exp_avg")}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,15 +99,15 @@ def test_two_processes_train_what_one_trains(method, tmp_path):
     train_on(2, tmp_path, *settings, keep, f"out={two}", "stop_after=2")
     assert writers(two / "checkpoints" / "step_000002") == {0, 1}
 
-    first, first_two = stored(one, 1, tmp_path), stored(two, 1, tmp_path)
+    first, first_two = stored(one, 1), stored(two, 1)
     assert apart(gradients(first), gradients(first_two)) < 1e-8
-    second, second_two = stored(one, 2, tmp_path), stored(two, 2, tmp_path)
+    second, second_two = stored(one, 2), stored(two, 2)
     for part in ("module", "ema"):
         assert apart(second[part], second_two[part]) < 1e-8
         assert apart(first[part], second[part]) > 1e-6  # and it moves
 
     train(load_settings("flux_tiny_random", [*settings, keep, f"out={two}"]))  # one process goes on from two
-    third, third_two = stored(one, 3, tmp_path), stored(two, 3, tmp_path)
+    third, third_two = stored(one, 3), stored(two, 3)
     assert apart(third["module"], third_two["module"]) < 1e-8
     lines, lines_two = (
         [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two)
@@ -141,11 +144,11 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
     one, four = tmp_path / "one", tmp_path / "four"
     train(load_settings("flux_tiny_random", [*settings, f"out={one}"]))
     train_on(4, tmp_path, *settings, "shard_size=2", f"out={four}")
-    metadata = FileSystemReader(four / "checkpoints" / "step_000002").read_metadata().state_dict_metadata
+    metadata = read_index(four / "checkpoints" / "step_000002").state_dict_metadata
     assert {len(metadata[f"module.{name}"].chunks) for name in WIDE} == {2}  # two shards, each written once
-    first, first_four = stored(one, 1, tmp_path), stored(four, 1, tmp_path)
+    first, first_four = stored(one, 1), stored(four, 1)
     assert apart(gradients(first), gradients(first_four)) < 1e-8
-    second, second_four = stored(one, 2, tmp_path), stored(four, 2, tmp_path)
+    second, second_four = stored(one, 2), stored(four, 2)
     assert best_checkpoint(one).name == best_checkpoint(four).name
     for part in ("module", "ema"):
         assert apart(second[part], second_four[part]) < 1e-8
@@ -184,11 +187,11 @@ def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tm
         assert len(workers) >= 2
         for pid in (process.pid, *map(int, workers)):
             os.kill(pid, signal.SIGINT)
-    told, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     saved = latest_checkpoint(run)
-    assert saved is not None and not damage(saved), told
+    assert saved is not None and not damage(saved), output
     step = int(saved.name.removeprefix("step_"))
-    assert 1 <= step < 1000 and f"interrupted; {step} iterations are saved" in told
+    assert 1 <= step < 1000 and f"interrupted; {step} iterations are saved" in output
     assert writers(saved) == {0, 1}
     recipe, *changes = settings
     done = train(load_settings(recipe, [*changes, f"stop_after={step + 1}"]))
@@ -197,7 +200,7 @@ def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tm
 
 
 def train_signalled(moment: str, pid: Path, *settings: str) -> None:
-    """The command, of whose two processes one is told to stop while the prompts are embedded."""
+    """The command, of whose two processes one is signalled to stop while the prompts are embedded."""
     first, encode, encoded = os.environ["RANK"] == "0", RandomText.encode, []
 
     def encode_and_signal(self, prompts):
@@ -230,23 +233,23 @@ def test_a_signal_to_one_process_stops_all_that_embed(tmp_path, monkeypatch, mom
         f"out={out}",
     ]
     ended = run_processes(2, train_signalled, moment, tmp_path / "pid", *settings, log=tmp_path / "log")
-    told = "".join(text for _, text in ended)
-    assert [code for code, _ in ended] == [130, 130], told
-    assert told.count(f"interrupted; {kept} embeddings are kept, the same command goes on") == 1
+    output = "".join(text for _, text in ended)
+    assert [code for code, _ in ended] == [130, 130], output
+    assert output.count(f"interrupted; {kept} embeddings are kept, the same command goes on") == 1
     assert not out.exists()
     encode, encoded = RandomText.encode, []
-    monkeypatch.setattr(RandomText, "encode", lambda self, some: encoded.extend(some) or encode(self, some))
+    monkeypatch.setattr(RandomText, "encode", lambda self, new: encoded.extend(new) or encode(self, new))
     assert train(load_settings("flux_tiny_random", [*settings, "stop_after=1"])).step == 1
     assert len(encoded) == 8 - kept
 
 
 def train_signalled_at_gathering(*settings: str) -> None:
-    """The command, whose second process is told to stop just before all gather the weights for a rollout."""
+    """The command; its second process is signalled just before all gather the weights for a rollout."""
     gather, calls = flux.resident, []
 
     def resident(module):
         calls.append(module)
-        if os.environ["RANK"] == "1" and len(calls) == 2:  # the first draws the pictures of step 0
+        if os.environ["RANK"] == "1" and len(calls) == 2:  # the first draws the images of step 0
             signal.raise_signal(signal.SIGTERM)
         return gather(module)
 
@@ -272,20 +275,20 @@ def test_float32_agrees_to_summation_order(tmp_path):
     settings = [*SETTINGS, f"cache={tmp_path / 'cache'}", "iterations=2"]
     train(load_settings("flux_tiny_random", [*settings, f"out={tmp_path / 'one'}"]))
     train_on(2, tmp_path, *settings, f"out={tmp_path / 'two'}")
-    one, two = (stored(tmp_path / name, 1, tmp_path) for name in ("one", "two"))
+    one, two = (stored(tmp_path / name, 1) for name in ("one", "two"))
     assert apart(gradients(one), gradients(two)) < 1e-4
 
 
 def test_eight_bit_moments_resume_bit_for_bit_and_on_two_processes(tmp_path, monkeypatch):
     settings = [*SETTINGS, "optimizer=adamw8bit", f"cache={tmp_path / 'cache'}"]
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    for out, stops in (("whole", [3]), ("parts", [2, 3])):
+    for out, stops in (("uninterrupted", [3]), ("parts", [2, 3])):
         for stop in stops:
             train(
                 load_settings("flux_tiny_random", [*settings, f"out={tmp_path / out}", f"stop_after={stop}"])
             )
-    whole, parts = (stored(tmp_path / out, 3, tmp_path) for out in ("whole", "parts"))
-    assert all(torch.equal(value, parts["module"][name]) for name, value in whole["module"].items())
+    uninterrupted, parts = (stored(tmp_path / out, 3) for out in ("uninterrupted", "parts"))
+    assert all(torch.equal(value, parts["module"][name]) for name, value in uninterrupted["module"].items())
     parameter = torch.nn.Parameter(torch.zeros(64, 128))
     optimizer = make_optimizer([parameter], load_settings("flux_tiny_random", ["optimizer=adamw8bit"]))
     parameter.grad = torch.ones_like(parameter)
@@ -294,20 +297,20 @@ def test_eight_bit_moments_resume_bit_for_bit_and_on_two_processes(tmp_path, mon
     train_on(2, tmp_path, *settings, f"out={tmp_path / 'two'}", "stop_after=2")
     train_on(2, tmp_path, *settings, f"out={tmp_path / 'two'}")
     # Blocks of quantised moments are cut at the shards, so this is close and no more.
-    assert apart(whole["module"], stored(tmp_path / "two", 3, tmp_path)["module"]) < 1e-2
+    assert apart(uninterrupted["module"], stored(tmp_path / "two", 3)["module"]) < 1e-2
 
 
 def test_a_weight_file_is_read_shard_by_shard(tmp_path):
     folder = save_random_flux(tmp_path / "flux")
     transformer = folder / "transformer"
-    whole = transformer / "diffusion_pytorch_model.safetensors"
+    single_file = transformer / "diffusion_pytorch_model.safetensors"
     policy = FluxPolicy.load(folder)
     before = {name: value.clone() for name, value in policy.module.state_dict().items()}
 
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel.from_pretrained(transformer)
-    whole.unlink()
+    single_file.unlink()
     model.save_pretrained(transformer, max_shard_size="20KB")
     assert len(set(weight_files(transformer).values())) > 1
     again = FluxPolicy.load(folder).module.state_dict()
@@ -332,13 +335,13 @@ def test_weights_of_other_shapes_are_refused(tmp_path):
 
 def test_a_shard_size_must_divide(monkeypatch):
     assert sharding_mesh(torch.device("cpu")) is None
-    monkeypatch.setattr("g2rpo.runtime.processes.world_size", lambda: 6)
+    monkeypatch.setattr("g2rpo.runtime.sharding.world_size", lambda: 6)
     with pytest.raises(ValueError, match="shard_size=4 does not divide the 6 processes"):
         sharding_mesh(torch.device("cpu"), 4)
 
 
 def test_groups_must_be_divided_evenly(tmp_path):
     settings = ["flux_tiny_random", "prompts_per_iteration=3", f"out={tmp_path / 'run'}"]
-    for code, told in run_processes(2, train_as, *settings, log=tmp_path / "log"):
-        assert code == 1 and "3 groups cannot be divided evenly among 2 processes" in told
+    for code, output in run_processes(2, train_as, *settings, log=tmp_path / "log"):
+        assert code == 1 and "3 groups cannot be divided evenly among 2 processes" in output
     assert not (tmp_path / "run").exists()

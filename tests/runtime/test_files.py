@@ -1,4 +1,4 @@
-"""Atomic writes: the file is whole or as it was, whatever happens."""
+"""Atomic writes: the file is complete or unchanged, whatever happens."""
 
 import os
 
@@ -16,12 +16,12 @@ def test_a_write_replaces_and_leaves_nothing_else(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "figure.png"
-    write_atomic(path, b"whole")
+    write_atomic(path, b"complete")
     with pytest.raises(ZeroDivisionError), atomic_path(path) as temporary:
         assert temporary.suffix == ".png" and temporary.parent == tmp_path
         temporary.write_bytes(b"ha")
         1 / 0  # noqa: B018
-    assert path.read_bytes() == b"whole" and os.listdir(tmp_path) == ["figure.png"]
+    assert path.read_bytes() == b"complete" and os.listdir(tmp_path) == ["figure.png"]
 
 
 def test_two_writers_at_once_use_two_temporary_files(tmp_path):

@@ -1,4 +1,4 @@
-"""One request to stop that comes twice, and a second one: nothing half done is ever saved."""
+"""Stop requests that are repeated, and second requests: nothing incomplete is ever saved."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from g2rpo.training.ema import swapped_weights
 
 @pytest.fixture
 def every_signal_counts(monkeypatch):
-    monkeypatch.setattr(interrupt_module, "ONE_REQUEST", 0.0)
+    monkeypatch.setattr(interrupt_module, "SAME_REQUEST_SECONDS", 0.0)
 
 
 def test_one_request_may_come_by_two_ways():
@@ -32,7 +32,7 @@ def test_one_request_may_come_by_two_ways():
         with interrupt.deferred():
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupt.requested
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
 
@@ -100,23 +100,23 @@ def test_around_another_manager_a_signal_waits_but_not_within_it(when):
                     reached.append("after it")
         except KeyboardInterrupt:
             ended = True
-    assert manager.past == ["entered", "left"] and interrupt.asked
+    assert manager.past == ["entered", "left"] and interrupt.requested
     assert reached == ([] if when == "entered" else ["within"]) and ended == (when != "left")
 
 
 def test_undisturbed_is_around_what_is_going_on():
-    alone, within = Signalled("never"), Signalled("left")
-    with undisturbed(alone):
+    outside, within = Signalled("never"), Signalled("left")
+    with undisturbed(outside):
         pass
     with interruptible() as interrupt:
         with undisturbed(within):
             pass
-        assert interrupt.asked
-    assert alone.past == within.past == ["entered", "left"]
+        assert interrupt.requested
+    assert outside.past == within.past == ["entered", "left"]
 
 
 def test_weights_that_were_lent_half_come_back():
-    """A signal between two of the weights, while the averaged ones take the place of the trained ones."""
+    """A signal between two of the weights, while the averaged ones replace the trained ones."""
 
     class Values(dict):
         def items(self):
@@ -144,14 +144,14 @@ def run(tmp_path):
 def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monkeypatch, way, moment):
     """In iteration 2, between its two optimizer steps, or while its checkpoint is written."""
     settings = {"iterations": 3, "update": "per_step", "checkpoint_every": 1 if moment == "checkpoint" else 9}
-    whole = run("whole", **settings)
+    uninterrupted = run("uninterrupted", **settings)
     if way == "two requests":
-        monkeypatch.setattr(interrupt_module, "ONE_REQUEST", 0.0)
-    place, name, nth = {
+        monkeypatch.setattr(interrupt_module, "SAME_REQUEST_SECONDS", 0.0)
+    owner, name, nth = {
         "update": (torch.nn.utils, "clip_grad_norm_", 4),
         "checkpoint": (trainer, "save_checkpoint", 2),
     }[moment]
-    original, calls = getattr(place, name), []
+    original, calls = getattr(owner, name), []
 
     def signalled(*given, **options):
         calls.append(1)
@@ -160,9 +160,9 @@ def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monke
             signal.raise_signal(signal.SIGTERM)
         return original(*given, **options)
 
-    monkeypatch.setattr(place, name, signalled)
+    monkeypatch.setattr(owner, name, signalled)
     stopped = run(**settings)
-    monkeypatch.setattr(place, name, original)
+    monkeypatch.setattr(owner, name, original)
     saved = latest_checkpoint(stopped.out)
     assert stopped.interrupted and not stopped.finished
     assert stopped.step == (int(saved.name[-6:]) if saved else 0)
@@ -170,7 +170,7 @@ def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monke
     before = {"update": 0, "checkpoint": 1}
     assert stopped.step == (2 if way == "one request by two ways" else before[moment])
     done = run(**settings)
-    assert done.finished and timeless(done.metrics) == timeless(whole.metrics)
+    assert done.finished and timeless(done.metrics) == timeless(uninterrupted.metrics)
 
 
 def test_a_second_request_gets_through_torchs_writer(tmp_path, monkeypatch):
@@ -206,20 +206,20 @@ def test_float32_weights_come_back_after_an_evaluation_that_was_cut_off(run, mon
 def test_a_reward_that_draws_numbers_draws_the_same_after_an_abandoned_rollout(run, monkeypatch):
     module = types.ModuleType("drawing")
 
-    def drawn(images, prompts, metadata):
+    def random_scores(images, prompts, metadata):
         scores = torch.rand(len(images))
         if module.calls.append(1) or len(module.calls) == module.signalled:
             signal.raise_signal(signal.SIGINT)
         return scores
 
-    module.drawn, module.calls, module.signalled = drawn, [], 0
+    module.random_scores, module.calls, module.signalled = random_scores, [], 0
     monkeypatch.setitem(sys.modules, "drawing", module)
-    settings = {"rewards": {"drawing:drawn": 1.0}, "iterations": 2}
-    whole = run("whole", **settings)
+    settings = {"rewards": {"drawing:random_scores": 1.0}, "iterations": 2}
+    uninterrupted = run("uninterrupted", **settings)
     module.signalled = len(module.calls) + len(module.calls)  # the last of as many again: in iteration 2
     stopped, done = run(**settings), run(**settings)
     assert stopped.interrupted and stopped.step == 1
-    assert timeless(done.metrics) == timeless(whole.metrics)
+    assert timeless(done.metrics) == timeless(uninterrupted.metrics)
 
 
 def test_compare_under_timeout_waits_for_its_runs_checkpoints(tmp_path):
@@ -232,18 +232,20 @@ def test_compare_under_timeout_waits_for_its_runs_checkpoints(tmp_path):
     slow = "import os, time\nsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.4), sync(file))[1]\n"
     (tmp_path / "sitecustomize.py").write_text(slow)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with (tmp_path / "told").open("w") as told:
+    with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            command, stdout=told, stderr=told, env={**quiet(), "PYTHONPATH": path}, start_new_session=True
+            command, stdout=output, stderr=output, env={**quiet(), "PYTHONPATH": path}, start_new_session=True
         )
     runs = [tmp_path / "out" / "runs" / "tiny" / seed for seed in "01"]
-    lines = [one / "metrics.jsonl" for one in runs]
+    metrics = [run / "metrics.jsonl" for run in runs]
     wait_for(
-        lambda: process.poll() is not None or all(one.exists() and "nfe" in one.read_text() for one in lines)
+        lambda: (
+            process.poll() is not None or all(file.exists() and "nfe" in file.read_text() for file in metrics)
+        )
     )
     process.terminate()
     os.killpg(process.pid, signal.SIGTERM)
     code = process.wait(120)
-    written = [latest_checkpoint(one) for one in runs]
-    assert code == 130 and all(written), (tmp_path / "told").read_text()
-    assert "the same command goes on" in (tmp_path / "told").read_text()
+    written = [latest_checkpoint(run) for run in runs]
+    assert code == 130 and all(written), (tmp_path / "output").read_text()
+    assert "the same command goes on" in (tmp_path / "output").read_text()

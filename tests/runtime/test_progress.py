@@ -1,4 +1,4 @@
-"""Progress of a count: lines where there is no terminal, a bar where there is one."""
+"""Progress display: lines where the output is not a terminal, a bar where it is."""
 
 import io
 
@@ -9,32 +9,33 @@ from g2rpo.runtime import progress
 
 
 def shown(total, steps, monkeypatch, *, seconds=1.0, **console):
-    """What is written when each of `steps` comes `seconds` after the one before."""
+    """Text written when the counts `steps` are reported at intervals of `seconds`."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     file = io.StringIO()
-    with progress.counted(total, "pictures", "scoring", Console(file=file, width=120, **console)) as told:
+    output = Console(file=file, width=120, **console)
+    with progress.show_progress(total, "images", "scoring", output) as show:
         for done in steps:
             now[0] += seconds
-            told(done)
+            show(done)
     return file.getvalue()
 
 
 def test_a_line_every_ten_seconds_and_at_the_end(monkeypatch):
     lines = shown(30, range(1, 31), monkeypatch).splitlines()
     assert lines == [
-        "10/30 pictures, 1.0 pictures/s, 20 s left",
-        "20/30 pictures, 1.0 pictures/s, 10 s left",
-        "30/30 pictures, 1.0 pictures/s",
+        "10/30 images, 1.0 images/s, 20 s left",
+        "20/30 images, 1.0 images/s, 10 s left",
+        "30/30 images, 1.0 images/s",
     ]
 
 
 def test_the_rate_is_over_the_whole_time(monkeypatch):
-    assert shown(100, [5, 10], monkeypatch, seconds=10.0).splitlines()[1].startswith("10/100 pictures, 0.5 p")
+    assert shown(100, [5, 10], monkeypatch, seconds=10.0).splitlines()[1].startswith("10/100 images, 0.5 im")
 
 
 def test_no_time_at_all_is_no_division_by_zero(monkeypatch):
-    assert shown(2, [2], monkeypatch, seconds=0.0).startswith("2/2 pictures, ")
+    assert shown(2, [2], monkeypatch, seconds=0.0).startswith("2/2 images, ")
 
 
 @pytest.mark.parametrize(("total", "console"), [(0, {}), (9, {"quiet": True})])

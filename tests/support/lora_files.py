@@ -1,4 +1,4 @@
-"""LoRA files that cannot work, each in every naming, and what each way of opening a file says of them."""
+"""Unusable LoRA files in every naming, and the errors of all functions that open a LoRA file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Names:
-    """Keys of the layer that a test breaks, and a sound file around them."""
+    """Keys of the layer that a test breaks, and a valid file (`sound`) that contains them."""
 
     def __init__(self, naming: str) -> None:
         self.layer, down, up = NAMINGS[naming]
@@ -48,7 +48,7 @@ def with_value(shape, value) -> torch.Tensor:
     return tensor
 
 
-# What is wrong -> (the broken file, words that the message must have).
+# Kind of fault -> function from names to (tensors of the broken file, words that the message must contain).
 BROKEN: dict[str, Callable] = {
     "B missing": lambda n: (without(n.sound, n.b), [n.layer, "only A", "needs both"]),
     "A missing": lambda n: (without(n.sound, n.a), [n.layer, "only B", "needs both"]),
@@ -159,7 +159,7 @@ BROKEN: dict[str, Callable] = {
     "LoKr": lambda n: ({f"{n.layer}.lokr_w{i}": torch.ones(2, 2) for i in "12"}, ["2 of 2 keys", "LoKr"]),
     "LoCon": lambda n: (n.sound | {f"{n.layer}.lora_mid.weight": torch.ones(2, 2)}, ["LoCon"]),
     "a bias": lambda n: (n.sound | {f"{n.layer}.lora_B.bias": torch.ones(32)}, ["biases of adapters"]),
-    "whole differences": lambda n: (n.sound | {f"{n.layer}.diff": torch.ones(32, 32)}, ["whole differences"]),
+    "full differences": lambda n: (n.sound | {f"{n.layer}.diff": torch.ones(32, 32)}, ["full differences"]),
     "two names of a matrix": lambda n: (
         n.sound | {f"{n.layer}.{end}.weight": torch.ones(2, 32) for end in ("lora_A", "lora_down")},
         ["no part of a LoRA"],
@@ -192,7 +192,7 @@ BROKEN: dict[str, Callable] = {
 
 
 def all_refusals(path: Path, base: Path) -> list[str]:
-    """What each way of opening a file says, as one message each; also doctor."""
+    """Messages of all functions that open a LoRA file, and of `doctor`, for an unusable file."""
     settings = load_settings("tiny", [f"model={base}", f"weights={path}", "device=cpu"])
     attempts = [
         lambda: open_policy(path, base=str(base), device="cpu"),
@@ -209,6 +209,7 @@ def all_refusals(path: Path, base: Path) -> list[str]:
 
 
 def doctors_refusal(path: Path, base: Path) -> str:
+    """Rows of `g2rpo doctor --verify` for an unusable file, one per line."""
     rows = verify(path, base=str(base))
     assert {row.status for row in rows} == {"missing"} and {row.name for row in rows} == {path.name}
     return "\n".join(f"{row.found}; {row.advice}" for row in rows)

@@ -1,6 +1,6 @@
-"""Processes of one run as torchrun starts them, forked from one that has imported everything.
+"""Starts the processes of a run as torchrun does, and `g2rpo` commands, by forking a server with all imports.
 
-Imports take 8 s a process, a tiny run takes less.
+Imports take 8 s per process, which is longer than a tiny run.
 """
 
 import multiprocessing
@@ -22,14 +22,23 @@ FORKS.set_forkserver_preload(
         "peft",
     ]
 )
-SECONDS = 120
+TIMEOUT_SECONDS = 120
 
 
 def run_processes(count: int, function: Callable[..., None], *arguments, log: Path) -> list[tuple[int, str]]:
-    """Exit code and output of each of `count` processes; -9 of one that hung and was killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Runs `function` in the processes of a run.
+
+    Args:
+        count: number of processes.
+        function: function that every process calls with `arguments`; it must be importable.
+        log: folder for the output of the processes.
+
+    Returns:
+        Exit code and output of each process; the exit code is -9 for one that was killed after the timeout.
+    """
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
     log.mkdir(parents=True, exist_ok=True)
     logs = [log / f"process_{rank}.txt" for rank in range(count)]
     processes = [
@@ -39,7 +48,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments, log: Pa
     for process in processes:
         process.start()
     try:
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0))
     finally:
@@ -59,7 +68,7 @@ def _start(rank, count, port, log, function, arguments) -> None:
 
 
 def train_as(recipe: str, *changes: str) -> None:
-    """`train` with the overrides of a command line."""
+    """Calls `train` with a recipe and the overrides of a command line; for `run_processes`."""
     import torch
 
     from g2rpo.config.load import load_settings
@@ -70,12 +79,21 @@ def train_as(recipe: str, *changes: str) -> None:
 
 
 def run_command(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-    """`g2rpo WORDS` in a process of its own: exit code, stdout and stderr."""
+    """Runs `g2rpo WORDS` in a separate process.
+
+    Args:
+        words: arguments of the command.
+        cwd: working directory; None: the current one.
+        environment: additional environment variables.
+
+    Returns:
+        Exit code, stdout and stderr; the exit code is -9 for a process that was killed after the timeout.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         process = FORKS.Process(target=_command, args=(words, cwd or Path.cwd(), environment, files))
         process.start()
-        process.join(SECONDS)
+        process.join(TIMEOUT_SECONDS)
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -90,8 +108,8 @@ def _command(words, cwd, environment, files) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(cwd)
     os.environ |= environment
-    # As an installed script has it: neither the current folder nor that of the tests is searched for modules.
-    sys.path[:] = [place for place in sys.path if place and Path(place) != Path(__file__).parents[1]]
+    # As for an installed script, neither the current folder nor that of the tests is searched for modules.
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry) != Path(__file__).parents[1]]
     sys.argv = ["g2rpo", *words]
     from g2rpo.__main__ import app
 

@@ -1,4 +1,4 @@
-"""A FLUX in diffusers layout with random weights, small enough to build in a test."""
+"""A FLUX model in diffusers layout with random weights that is small enough to build in a test."""
 
 from pathlib import Path
 
@@ -22,7 +22,10 @@ WORDS = [
 
 
 def save_random_flux(folder: Path, *, guidance_embeds: bool = True, seed: int = 0) -> Path:
-    """16 px images, 16 latent tokens of 16 channels; tokenizers know `WORDS`, 8 CLIP and 12 T5 tokens."""
+    """Saves a FLUX pipeline of 16 px images, with 16 latent tokens of 16 channels, and returns its folder.
+
+    The tokenizers know `WORDS` and return 8 CLIP and 12 T5 tokens.
+    """
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -65,7 +68,7 @@ def save_random_flux(folder: Path, *, guidance_embeds: bool = True, seed: int = 
         guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
     )
-    # Fresh T5 and FLUX weights are tiny or zero in places; random ones make every input count.
+    # Some initial weights of T5 and FLUX are tiny or zero; random ones make the output depend on every input.
     for network in (t5, transformer):
         for parameter in network.parameters():
             parameter.data = torch.randn_like(parameter) / max(parameter.shape[-1], 1) ** 0.5

@@ -176,7 +176,10 @@ def test_a_torn_checkpoint_is_passed_over(trained, tmp_path, caplog):
     os.truncate(file, size // 2)
     output, _ = g2rpo("train", *trained.words, f"out={torn}")
     before = f"step_{ITERATIONS - 1:06d}"
-    assert f"{file.name} has {size // 2} of its {size} bytes; going on from {before}" in caplog.text
+    assert (
+        f"{file.name} has {size // 2} of its {size} bytes); using the newest intact checkpoint, {before}"
+        in caplog.text
+    )
     assert f"from iteration {ITERATIONS - 1} on" in output.replace("\n", " ")
     assert file.stat().st_size == size and latest_checkpoint(torn) == newest
     assert weights(torn) == weights(trained.out)

@@ -1,4 +1,4 @@
-"""FLUX.1's weights as files that other programs load."""
+"""Writers of FLUX.1's weights in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from g2rpo.models.loading.files import PARTS
 
 
 def merged_state(module: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The transformer's weights under their plain names, on the CPU, adapters added in.
+    """Returns the transformer's weights on the CPU, under their names without adapters, with adapters merged.
 
-    Added in float32; each is `dtype` before the next is taken up.
+    Each weight is merged in float32 and cast to `dtype` before the next one, which limits the peak memory.
     """
     layers = {name: layer for name, layer in module.named_modules() if hasattr(layer, "get_delta_weight")}
     merged: dict[str, Tensor] = {}
@@ -40,18 +40,18 @@ def merged_state(module: Any, dtype: torch.dtype = torch.float32) -> dict[str, T
 def _write_pipeline(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
     from diffusers import FluxTransformer2DModel
 
-    # Without storage of its own: the weights assigned below are the only copy.
+    # On the meta device, so that the weights assigned below are the only copy.
     with torch.device("meta"):
         transformer = FluxTransformer2DModel.from_config(policy.module.config)
     transformer.load_state_dict(merged_state(policy.module, dtype), assign=True)
     transformer.save_pretrained(out / "transformer")
-    # copytree follows the hub cache's links, so the export stands alone.
+    # copytree follows the links of the hub's cache, so the export is self-contained.
     for part in PARTS:
         if part != "transformer":
             shutil.copytree(policy.folder / part, out / part)
     shutil.copyfile(policy.folder / "model_index.json", out / "model_index.json")
     for path in [out, *out.rglob("*")]:
-        path.chmod(path.stat().st_mode | 0o200)  # a base that is read-only must not make an export so
+        path.chmod(path.stat().st_mode | 0o200)  # an export of a read-only base must be writable
 
 
 def _write_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
@@ -73,7 +73,7 @@ def _write_single_file(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> Non
     from safetensors.torch import save_file
 
     state = to_original(merged_state(policy.module, dtype), policy.module.config)
-    # Contiguous: of what is swapped or sliced, safetensors takes no views.
+    # safetensors does not accept the views of swapped or sliced tensors.
     save_file({key: value.contiguous() for key, value in state.items()}, out / SINGLE_FILE, {"format": "pt"})
 
 
@@ -81,7 +81,7 @@ def _write_comfyui_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> No
     from safetensors.torch import save_file
 
     layers = lora_to_comfyui(adapters_at_strength_1(policy.module), policy.module.config)
-    # alpha stays float32: bfloat16 has no 257.
+    # alpha stays float32, because bfloat16 cannot represent 257.
     state = {key: v if key.endswith(".alpha") else v.to(dtype).contiguous() for key, v in layers.items()}
     save_file(state, out / COMFYUI_LORA_FILE, {"format": "pt"})
 
@@ -92,3 +92,4 @@ WRITERS = {
     "single_file": _write_single_file,
     "comfyui": _write_comfyui_lora,
 }
+"""Layout -> function that writes a policy's weights into a folder in a dtype."""

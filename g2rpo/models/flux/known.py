@@ -1,4 +1,4 @@
-"""Architectures that are known without a file: FLUX.1-dev's, and a small one for checks."""
+"""Built-in architectures, which need no configuration files: FLUX.1-dev and a small one for tests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ FLUX_1_DEV: dict[str, dict[str, Any]] = {
     "text_encoder_2": {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
     | {"vocab_size": 32128, "feed_forward_proj": "gated-gelu"},
 }
-"""So that the paper's run can be planned before its gated model may be downloaded."""
+"""Configuration of FLUX.1-dev, so that runs can be planned without access to the gated model."""
 
-RANDOM_TINY: dict[str, dict[str, Any]] = {
+RANDOM_TINY: dict[str, dict[str, Any]] = {  # the classes of FLUX.1, with a few thousand weights
     "transformer": {
         "in_channels": 16,
         "num_layers": 2,
@@ -67,7 +67,7 @@ RANDOM_TINY: dict[str, dict[str, Any]] = {
 }
 
 KNOWN = {"black-forest-labs/FLUX.1-dev": FLUX_1_DEV, "black-forest-labs/FLUX.1-Krea-dev": FLUX_1_DEV}
-"""Hub models whose sizes are those of FLUX.1-dev."""
+"""Hub models with the sizes of FLUX.1-dev."""
 
 RANDOM = {"random:flux-dev": FLUX_1_DEV, "random:tiny": RANDOM_TINY}
-"""Architectures that can be had with random weights, made on the spot (models/random.py)."""
+"""Architectures that can be created with random weights (models/flux/random.py)."""

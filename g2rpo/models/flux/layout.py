@@ -1,10 +1,10 @@
-"""FLUX.1's two key layouts: Black Forest Labs' files and diffusers' FluxTransformer2DModel.
+"""Conversion between FLUX.1's key layouts: Black Forest Labs' files and diffusers' FluxTransformer2DModel.
 
 The original stacks q, k, v (and in single blocks the MLP's first layer) as rows of one matrix, and its last
-modulation gives (shift, scale) where diffusers has (scale, shift). Everything else differs in names alone, so
-both directions and the partial reads of a file follow from the table below.
+modulation returns (shift, scale) where diffusers has (scale, shift). Everything else differs only in names,
+so both directions and the partial reads of a file follow from the table below.
 
-ComfyUI writes the same keys behind a prefix, perhaps with a VAE and text encoders beside them.
+ComfyUI writes the original's keys with a prefix, and may store a VAE and text encoders in the same file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 
 MLP_RATIO = 4
 
-# Linear layers, weight and bias: original -> the parts of its rows, in order. {} is the block's number.
+# Linear layers (weight and bias): original name -> diffusers' names of the parts of its rows, in order.
 _ENDS: dict[str, tuple[str, ...]] = {
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
@@ -70,12 +70,12 @@ _BLOCK_KEY = re.compile(
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of a tensor in diffusers' layout stand in the original.
+    """Location of the rows of a tensor in diffusers' layout within the original's tensor.
 
     Attributes:
-        key: of the original tensor, or the name of its layer.
-        start, stop: its rows; None: to the end.
-        swapped: the two halves of these rows change places.
+        key: key of the original tensor, or name of its layer.
+        start, stop: rows of the original tensor, stop exclusive; None: to the end.
+        swapped: whether the two halves of these rows are swapped.
     """
 
     key: str
@@ -84,11 +84,12 @@ class Source:
     swapped: bool = False
 
     def read(self, stored: Any, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows [first, last) of the diffusers tensor; nothing else is read.
+        """Returns rows [first, last) of the diffusers tensor, and reads only these.
 
         Args:
             stored: the original tensor [rows, …], or safetensors' slice of it (`get_slice(key)`).
-            last: None: to the end.
+            first: first row.
+            last: last row, exclusive; None: to the end.
         """
         size = (stored.shape if isinstance(stored, Tensor) else stored.get_shape())[0]
         stop = size if self.stop is None else self.stop
@@ -105,73 +106,74 @@ class Source:
 
 
 def layer_sources(config: Mapping[str, Any]) -> dict[str, Source]:
-    """diffusers' name of each linear layer -> its rows in the original's layer.
+    """Returns diffusers' name of each linear layer -> its rows in the original's layer.
 
     Args:
-        config: of a FluxTransformer2DModel; what it leaves out is as in FLUX.1.
+        config: configuration of a FluxTransformer2DModel; missing entries are as in FLUX.1.
     """
     width = _width(config)
-    found = {}
+    by_layer = {}
     for layer, parts in _linears(config).items():
         if len(parts) == 1:
-            found[parts[0]] = Source(layer, swapped=layer == _SWAPPED)
+            by_layer[parts[0]] = Source(layer, swapped=layer == _SWAPPED)
             continue
         start = 0
         for part in parts:
             stop = start + (MLP_RATIO if part.endswith("proj_mlp") else 1) * width
-            found[part] = Source(layer, start, stop)
+            by_layer[part] = Source(layer, start, stop)
             start = stop
-    return found
+    return by_layer
 
 
 def sources(config: Mapping[str, Any]) -> dict[str, Source]:
-    """Every key of diffusers' layout -> its rows in the original, so that a reader can fetch those alone.
+    """Returns each key of diffusers' layout -> its rows in the original, so that only these need be read.
 
-    Keys of the sources carry no prefix: add `original_prefix` of the file's keys.
+    Keys of the sources have no prefix: add `original_prefix` of the file's keys.
     """
-    found = {
+    by_key = {
         f"{layer}.{end}": Source(f"{source.key}.{end}", source.start, source.stop, source.swapped)
         for layer, source in layer_sources(config).items()
         for end in ("weight", "bias")
     }
     for number in range(_double_blocks(config)):
         for norm, name in _DOUBLE_NORMS.items():
-            found[f"transformer_blocks.{number}.{name}.weight"] = Source(
+            by_key[f"transformer_blocks.{number}.{name}.weight"] = Source(
                 f"double_blocks.{number}.{norm}.scale"
             )
     for number in range(_single_blocks(config)):
         for norm, name in _SINGLE_NORMS.items():
             key = f"single_transformer_blocks.{number}.{name}.weight"
-            found[key] = Source(f"single_blocks.{number}.{norm}.scale")
-    return found
+            by_key[key] = Source(f"single_blocks.{number}.{norm}.scale")
+    return by_key
 
 
 def is_original(keys: Iterable[str]) -> bool:
-    """Whether these are weights (not adapters) in the original layout, with a prefix or without."""
+    """Returns whether these are weights (not adapters) in the original layout, with or without prefix."""
     return any(_BLOCK_KEY.fullmatch(key) for key in keys)
 
 
 def original_prefix(keys: Iterable[str]) -> str:
-    """What stands before the transformer's keys in a file of the original layout: mostly nothing."""
+    """Returns the prefix of the transformer's keys in a file of the original layout; usually empty."""
     return next((match[1] or "" for key in keys if (match := _BLOCK_KEY.fullmatch(key))), "")
 
 
 def to_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The original's tensors under diffusers' keys; parts of one tensor stay views of it.
+    """Converts the original's tensors to diffusers' keys; the parts of one tensor are views of it.
 
     Args:
-        state: with a prefix or without; beside prefixed keys all others (VAE, text encoders) are left out.
-        config: of the FluxTransformer2DModel to fill.
+        state: original key, with or without prefix -> tensor; if some keys have a prefix, those without it
+            (VAE, text encoders) are ignored.
+        config: configuration of the FluxTransformer2DModel.
 
     Raises:
-        ValueError: keys or stacked rows that do not fit the config.
+        ValueError: keys or numbers of stacked rows do not fit the config.
     """
     prefix = original_prefix(state)
     given = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    wanted = sources(config)
-    _check_keys(given.keys(), {source.key for source in wanted.values()})
+    expected = sources(config)
+    _check_keys(given.keys(), {source.key for source in expected.values()})
     rows: dict[str, int] = {}
-    for source in wanted.values():
+    for source in expected.values():
         if source.stop is not None:
             rows[source.key] = max(source.stop, rows.get(source.key, 0))
     wrong = [
@@ -181,44 +183,48 @@ def to_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict
     ]
     if wrong:
         raise ValueError(f"not this FLUX's widths ({len(wrong)} differences: {'; '.join(wrong[:3])}, …)")
-    return {key: source.read(given[source.key]) for key, source in wanted.items()}
+    return {key: source.read(given[source.key]) for key, source in expected.items()}
 
 
 def to_original(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """diffusers' tensors under the original's keys, without a prefix; what is not stacked is not copied.
+    """Converts diffusers' tensors to the original's keys, without a prefix; only stacked tensors are copied.
+
+    Args:
+        state: diffusers' key -> tensor.
+        config: configuration of the FluxTransformer2DModel.
 
     Raises:
-        ValueError: keys that do not fit the config.
+        ValueError: keys do not fit the config.
     """
     parts: dict[str, list[str]] = {}
-    wanted = sources(config)
-    for key, source in wanted.items():
+    expected = sources(config)
+    for key, source in expected.items():
         parts.setdefault(source.key, []).append(key)
-    _check_keys(state.keys(), wanted.keys())
-    # A copy of the dict, emptied on the way: a `state` that nobody else holds is freed piece by piece.
+    _check_keys(state.keys(), expected.keys())
+    # A copy of the dict that is emptied, so that tensors without other references are freed one by one.
     state = dict(state)
-    found = {}
+    converted = {}
     for original, keys in parts.items():
         tensors = [state.pop(key) for key in keys]
-        if wanted[keys[0]].swapped:
+        if expected[keys[0]].swapped:
             tensors = [tensors[0][len(tensors[0]) // 2 :], tensors[0][: len(tensors[0]) // 2]]
-        found[original] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return found
+        converted[original] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return converted
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Original name of each linear layer -> diffusers' names of the parts of its rows."""
+    """Returns the original name of each linear layer -> diffusers' names of the parts of its rows."""
     guidance = config.get("guidance_embeds", False)
-    found = dict(_ENDS | _GUIDANCE if guidance else _ENDS)
+    linears = dict(_ENDS | _GUIDANCE if guidance else _ENDS)
     for number in range(_double_blocks(config)):
         for layer, parts in _DOUBLE.items():
             names = tuple(f"transformer_blocks.{number}.{part}" for part in parts)
-            found[f"double_blocks.{number}.{layer}"] = names
+            linears[f"double_blocks.{number}.{layer}"] = names
     for number in range(_single_blocks(config)):
         for layer, parts in _SINGLE.items():
             names = tuple(f"single_transformer_blocks.{number}.{part}" for part in parts)
-            found[f"single_blocks.{number}.{layer}"] = names
-    return found
+            linears[f"single_blocks.{number}.{layer}"] = names
+    return linears
 
 
 def _width(config: Mapping[str, Any]) -> int:
@@ -233,9 +239,9 @@ def _single_blocks(config: Mapping[str, Any]) -> int:
     return int(config.get("num_single_layers", 38))
 
 
-def _check_keys(given: Iterable[str], wanted: Iterable[str]) -> None:
-    given, wanted = set(given), set(wanted)
-    problems = [f"{key} missing" for key in sorted(wanted - given)]
-    problems += [f"{key} unknown" for key in sorted(given - wanted)]
+def _check_keys(given: Iterable[str], expected: Iterable[str]) -> None:
+    given, expected = set(given), set(expected)
+    problems = [f"{key} missing" for key in sorted(expected - given)]
+    problems += [f"{key} unknown" for key in sorted(given - expected)]
     if problems:
         raise ValueError(f"not this FLUX's keys ({len(problems)} differences: {'; '.join(problems[:3])}, …)")

@@ -1,11 +1,12 @@
-"""Whether the adapters of a LoRA file can work on a network: one set of checks for every command.
+"""Checks that the adapters of a LoRA file fit a network, shared by all commands.
 
 `inspect_lora` collects all problems (`g2rpo doctor --verify` lists them), `check_lora` raises them as one
-message before anything is loaded, and `read_lora` returns the adapters. Headers are checked first; only a
-file whose header is right is read, for its values: adapters are small.
+error before anything is loaded, and `read_lora` returns the adapters. Headers are checked first; the values
+are read, and checked too, only if the header is correct.
 
-Files in diffusers' names (with `transformer.` or without) and in the original's (`lora_unet_…`,
-`diffusion_model.…`) go through the same checks. Other conventions are refused by name (models/lora_keys.py).
+Files in diffusers' names (with or without `transformer.`) and in the original's (`lora_unet_…`,
+`diffusion_model.…`) pass the same checks. Other conventions are rejected by name
+(models/flux/lora_keys.py).
 """
 
 from __future__ import annotations
@@ -20,44 +21,45 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.models.flux.layout import Source, layer_sources
-from g2rpo.models.flux.lora_keys import LAYOUTS, foreign_keys, listed
+from g2rpo.models.flux.lora_keys import LAYOUTS, foreign_keys, shorten
 from g2rpo.models.flux.lora_layout import comfyui_names, split
 from g2rpo.models.flux.lora_strength import Strength, strengths
 from g2rpo.models.loading.reading import Header, read_header, value_range
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes of A and B, as safetensors names them."""
+"""Allowed dtypes of A and B, as safetensors names them."""
 
 ALPHA_DTYPES = (*FLOATS, "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
+"""Allowed dtypes of alpha."""
 
-AGAIN = "fetch or export the file again"
-OTHER = "it is of another architecture or layout; name the model it belongs to with --base"
+FETCH_AGAIN = "fetch or export the file again"
+WRONG_MODEL = "it is of another architecture or layout; name the model it belongs to with --base"
 
 LayerShapes = Mapping[str, tuple[int, ...]]
-"""diffusers' name of each linear layer of a network -> [out, in] of its weight."""
+"""diffusers' name of each linear layer of a network -> shape (out, in) of its weight."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One kind of problem.
+    """A kind of problem with a file.
 
     Attributes:
-        found: how many, what, and where.
+        description: how many cases there are, of what, and where.
         advice: what is allowed, and what to do.
     """
 
-    found: str
+    description: str
     advice: str
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the adapters of a layer of the file go.
+    """The weights that the adapters of a layer of the file change.
 
     Attributes:
-        shape: of the layer's weight.
-        parts: diffusers' name of each layer that its rows belong to -> those rows; in diffusers' names the
-            layer itself and None.
+        shape: shape (out, in) of the layer's weight.
+        parts: diffusers' name of each layer that rows of the weight belong to -> those rows. For a layer in
+            diffusers' names these are the layer itself and None.
     """
 
     shape: tuple[int, ...]
@@ -66,14 +68,15 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """What was found in a file.
+    """Contents of a LoRA file and the problems with it.
 
     Attributes:
-        path: of the file.
-        problems: reasons why it cannot be used.
-        layers: name in the file -> its keys, "A", "B" and perhaps "alpha"; complete where nothing is wrong.
-        header: of the file.
-        note: what a user should know of adapters that can be used; mostly empty.
+        path: path of the file.
+        problems: reasons why the file cannot be used.
+        layers: name of a layer in the file -> its keys "A", "B" and optionally "alpha"; A and B are both
+            present if there are no problems.
+        header: header of the file.
+        note: warning about adapters that can be used; usually empty.
     """
 
     path: Path
@@ -84,14 +87,14 @@ class LoraFile:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that occur, rising."""
+        """Ranks that occur in the file, in ascending order."""
         return sorted({self.header[parts["A"]][1][0] for parts in self.layers.values()})
 
-    def refuse_problems(self) -> None:
-        """Raises ValueError with all problems, if there are any."""
+    def raise_problems(self) -> None:
+        """Raises a ValueError that lists all problems, if there are any."""
         if not self.problems:
             return
-        lines = [f"{problem.found}; {problem.advice}" for problem in self.problems]
+        lines = [f"{problem.description}; {problem.advice}" for problem in self.problems]
         several = "".join(f"\n  {line}" for line in lines)
         raise ValueError(
             f"{self.path} cannot be put onto this model:{several if len(lines) > 1 else f' {lines[0]}'}"
@@ -99,24 +102,33 @@ class LoraFile:
 
 
 def linear_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The argument `shapes` of the checks below, of a network that may be on the meta device."""
+    """Returns the shapes (out, in) of a network's linear layers by name; it may be on the meta device."""
     return {n: tuple(m.weight.shape) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
 
 
 def check_lora(path: Path, shapes: LayerShapes, config: Mapping[str, Any]) -> str:
-    """Raises ValueError if the adapters cannot work on this network; returns `LoraFile.note`."""
+    """Checks that the adapters of a file fit a network.
+
+    Arguments are those of `inspect_lora`.
+
+    Returns:
+        `LoraFile.note`.
+
+    Raises:
+        ValueError: there are problems; the message lists all of them.
+    """
     file = inspect_lora(path, shapes, config)
-    file.refuse_problems()
+    file.raise_problems()
     return file.note
 
 
 def inspect_lora(path: Path, shapes: LayerShapes, config: Mapping[str, Any]) -> LoraFile:
-    """Everything that is wrong with the adapters of a file, for a network; headers first, then values.
+    """Collects the problems with the adapters of a file for a network.
 
     Args:
         path: a safetensors file.
-        shapes: as `linear_shapes` gives them.
-        config: of the FluxTransformer2DModel.
+        shapes: result of `linear_shapes`.
+        config: configuration of the FluxTransformer2DModel.
     """
     return _inspect(path, shapes, config)[0]
 
@@ -124,13 +136,19 @@ def inspect_lora(path: Path, shapes: LayerShapes, config: Mapping[str, Any]) -> 
 def read_lora(
     path: Path, shapes: LayerShapes, config: Mapping[str, Any]
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], str]:
-    """diffusers' layer -> (A [r, in], B [out, r], scale): its weight grows by scale B A; and the note.
+    """Reads the adapters of a file, which add scale B A to the weights.
+
+    Arguments are those of `inspect_lora`.
+
+    Returns:
+        diffusers' name of a layer -> (A [r, in], B [out, r], scale), with tensors on the CPU in the dtypes of
+        the file; and `LoraFile.note`.
 
     Raises:
         ValueError: as `check_lora`.
     """
     file, tensors, scales = _inspect(path, shapes, config, keep=True)
-    file.refuse_problems()
+    file.raise_problems()
     targets = _targets(shapes, config)
     adapters = {}
     for name, parts in file.layers.items():
@@ -143,13 +161,13 @@ def read_lora(
 def _inspect(
     path: Path, shapes: LayerShapes, config: Mapping[str, Any], *, keep: bool = False
 ) -> tuple[LoraFile, dict[str, Tensor], dict[str, float]]:
-    """The file, its tensors if they are kept, and the scale of each layer (by its name in the file)."""
+    """Returns the file, its tensors if `keep` is set, and the scale of each layer by its name in the file."""
     from safetensors import safe_open
 
     try:
         header = read_header(path)
     except ValueError as error:
-        return LoraFile(path, (Problem(str(error), AGAIN),)), {}, {}
+        return LoraFile(path, (Problem(str(error), FETCH_AGAIN),)), {}, {}
     targets = _targets(shapes, config)
     layers, problems = _header_problems(header, targets)
     with safe_open(path, framework="pt") as opened:
@@ -167,7 +185,7 @@ def _inspect(
             metadata,
             {n: layer for n in layers for layer, source in targets[n].parts.items() if source is None},
         )
-        problems += [Problem(found, advice) for found, advice in strength.problems]
+        problems += [Problem(description, advice) for description, advice in strength.problems]
         tensors: dict[str, Tensor] = {}
         not_finite, zeros = [], set()
         for key in (parts[end] for parts in layers.values() for end in ("A", "B")):
@@ -180,9 +198,11 @@ def _inspect(
             if keep:
                 tensors[key] = tensor
     if not_finite:
-        found = f"{len(not_finite)} tensors with values that are not finite: {listed(not_finite)}"
         problems.append(
-            Problem(found, f"every value must be finite; {AGAIN}, from a training that did not break")
+            Problem(
+                f"{len(not_finite)} tensors with values that are not finite: {shorten(not_finite)}",
+                f"every value must be finite; {FETCH_AGAIN}, from a training run that did not diverge",
+            )
         )
     note = "" if problems else _note(layers, zeros, strength)
     return LoraFile(path, tuple(problems), layers, header, note), tensors, strength.scales
@@ -198,22 +218,24 @@ def _count_of(tensor: Tensor) -> str:
 
 
 def _note(layers: Mapping[str, Mapping[str, str]], zeros: set[str], strength: Strength) -> str:
-    """What should be said of adapters that can be used, but change nothing."""
-    weak = [name for name in layers if strength.scales[name] == 0]
-    still = [n for n, parts in layers.items() if n in weak or parts["A"] in zeros or parts["B"] in zeros]
-    if len(still) < len(layers):
-        if not weak:
+    """Returns a warning about usable adapters that change nothing, or the empty string."""
+    alpha_0 = [name for name in layers if strength.scales[name] == 0]
+    no_effect = [n for n, keys in layers.items() if n in alpha_0 or keys["A"] in zeros or keys["B"] in zeros]
+    if len(no_effect) < len(layers):
+        if not alpha_0:
             return ""  # B of a layer that was never trained is 0
-        return f"{len(weak)} of {len(layers)} layers have alpha 0 and change nothing: {listed(weak)}"
-    why = "alpha is 0" if len(weak) == len(layers) else "A or B is all zeros, or alpha is 0,"
-    return f"the adapters change nothing: {why} in each of the {len(layers)} layers; the model stays as it is"
+        return f"{len(alpha_0)} of {len(layers)} layers have alpha 0 and change nothing: {shorten(alpha_0)}"
+    reason = "alpha is 0" if len(alpha_0) == len(layers) else "A or B is all zeros, or alpha is 0,"
+    return (
+        f"the adapters change nothing: {reason} in each of the {len(layers)} layers; the model stays as it is"
+    )
 
 
-# ---- what the header says
+# ---- checks of the header
 
 
 def _targets(shapes: LayerShapes, config: Mapping[str, Any]) -> dict[str, Target]:
-    """Every name that a LoRA file may give a layer -> where its adapters go."""
+    """Returns each name that a LoRA file may use for a layer -> the weights that its adapters change."""
     targets = {layer: Target(shape, {layer: None}) for layer, shape in shapes.items()}
     targets |= {f"transformer.{layer}": target for layer, target in targets.items()}
     parts: dict[str, dict[str, Source | None]] = {}
@@ -228,70 +250,72 @@ def _targets(shapes: LayerShapes, config: Mapping[str, Any]) -> dict[str, Target
 def _header_problems(
     header: Header, targets: Mapping[str, Target]
 ) -> tuple[dict[str, dict[str, str]], list[Problem]]:
-    """Layers of the file, by their names there, and what is wrong with them without reading a tensor."""
+    """Returns the layers of the file by their names there, and the problems that the header shows."""
     if not header:
-        return {}, [
-            Problem("it is empty: the file has no tensors", f"a LoRA has A and B of its layers; {AGAIN}")
-        ]
+        advice = f"a LoRA has A and B of its layers; {FETCH_AGAIN}"
+        return {}, [Problem("it is empty: the file has no tensors", advice)]
     problems = []
     foreign = foreign_keys(header)
     for kind, keys in foreign.items():
-        found = f"{len(keys)} of {len(header)} keys are {kind.what}: {listed(keys)}"
-        problems.append(Problem(found, kind.advice))
-    set_aside = {key for keys in foreign.values() for key in keys}
-    layers, strange = split({key: key for key in header if key not in set_aside})
-    if strange:
-        found = f"{len(strange)} of {len(header)} keys are no part of a LoRA: {listed(strange)}"
-        problems.append(Problem(found, f"g2rpo reads {LAYOUTS}"))
+        description = f"{len(keys)} of {len(header)} keys are {kind.label}: {shorten(keys)}"
+        problems.append(Problem(description, kind.advice))
+    ignored = {key for keys in foreign.values() for key in keys}
+    layers, unrecognised = split({key: key for key in header if key not in ignored})
+    if unrecognised:
+        description = (
+            f"{len(unrecognised)} of {len(header)} keys are no part of a LoRA: {shorten(unrecognised)}"
+        )
+        problems.append(Problem(description, f"g2rpo reads {LAYOUTS}"))
     unknown = {name: parts for name, parts in layers.items() if name not in targets}
     if unknown:
         num_unknown = sum(map(len, unknown.values()))
         num_known = sum(map(len, layers.values())) - num_unknown
-        found = (
+        description = (
             f"{num_unknown} of {len(header)} keys are of {len(unknown)} unknown layers, {num_known} keys "
-            f"are of known ones: {listed(unknown)}"
+            f"are of known ones: {shorten(unknown)}"
         )
-        problems.append(Problem(found, OTHER))
+        problems.append(Problem(description, WRONG_MODEL))
     layers = {name: parts for name, parts in layers.items() if name in targets}
     complete = {name: parts for name, parts in layers.items() if {"A", "B"} <= parts.keys()}
     problems += [
-        *_lone(layers),
-        *_repeated(layers, targets),
+        *_incomplete_problems(layers),
+        *_repeated_problems(layers, targets),
         *_dtype_problems(layers, header),
         *_shape_problems(complete, header, targets),
     ]
     if not layers and not problems:
-        problems.append(Problem("no layer has adapters", AGAIN))
+        problems.append(Problem("no layer has adapters", FETCH_AGAIN))
     return layers, problems
 
 
-def _problem(found: Sequence[str], label: str, advice: str) -> Iterable[Problem]:
-    return [Problem(f"{len(found)} {label}: {listed(found)}", advice)] if found else []
+def _problem(cases: Sequence[str], label: str, advice: str) -> Iterable[Problem]:
+    """Returns one problem that summarises `cases`, or none if there are no cases."""
+    return [Problem(f"{len(cases)} {label}: {shorten(cases)}", advice)] if cases else []
 
 
-def _lone(layers: Mapping[str, Mapping[str, str]]) -> Iterable[Problem]:
-    lone = [
+def _incomplete_problems(layers: Mapping[str, Mapping[str, str]]) -> Iterable[Problem]:
+    incomplete = [
         f"{name} (only {' and '.join(sorted(parts))})"
         for name, parts in layers.items()
         if not {"A", "B"} <= parts.keys()
     ]
     return _problem(
-        lone,
+        incomplete,
         f"of {len(layers)} layers without one of the two matrices A and B",
-        f"each layer needs both, A [rank, in] and B [out, rank]; {AGAIN}",
+        f"each layer needs both, A [rank, in] and B [out, rank]; {FETCH_AGAIN}",
     )
 
 
-def _repeated(layers: Mapping[str, Any], targets: Mapping[str, Target]) -> Iterable[Problem]:
+def _repeated_problems(layers: Mapping[str, Any], targets: Mapping[str, Target]) -> Iterable[Problem]:
     names: dict[str, list[str]] = {}
     for name in layers:
         for part in targets[name].parts:
             names.setdefault(part, []).append(name)
-    twice = [f"{part} ({', '.join(sorted(several))})" for part, several in names.items() if len(several) > 1]
+    repeated = [f"{part} ({', '.join(sorted(n))})" for part, n in names.items() if len(n) > 1]
     return _problem(
-        twice,
+        repeated,
         "layers with several adapters",
-        "a file holds one LoRA, in one naming; fetch or export the file again",
+        f"a file must contain one LoRA in one naming; {FETCH_AGAIN}",
     )
 
 
@@ -305,7 +329,7 @@ def _dtype_problems(layers: Mapping[str, Mapping[str, str]], header: Header) -> 
     return _problem(
         wrong,
         "tensors of a dtype that is not allowed",
-        f"allowed are {', '.join(FLOATS)}; convert the file to BF16, or take it before quantisation",
+        f"allowed are {', '.join(FLOATS)}; convert the file to BF16, or use it before quantisation",
     )
 
 
@@ -316,22 +340,24 @@ def _shape_problems(
     for name, parts in layers.items():
         down, up = header[parts["A"]][1], header[parts["B"]][1]
         shape = targets[name].shape
-        both = f"{name} (A {down}, B {up} on {shape})"
+        case = f"{name} (A {down}, B {up} on {shape})"
         if len(down) != 2 or len(up) != 2:
-            not_2d.append(both)
+            not_2d.append(case)
         elif not down[0] or not up[1]:
-            empty.append(both)
+            empty.append(case)
         elif down[0] != up[1]:
-            ranks.append(both)
+            ranks.append(case)
         elif (up[0], down[1]) != shape:
-            widths.append(both)
+            widths.append(case)
         if "alpha" in parts and math.prod(alpha := header[parts["alpha"]][1]) != 1:
             alphas.append(f"{parts['alpha']} {alpha}")
     fit = "A is [rank, in] and B [out, rank] for a weight [out, in]"
     return [
-        *_problem(not_2d, "adapters that are no matrices", f"{fit}; {AGAIN}"),
-        *_problem(empty, "adapters of rank 0", f"the rank is at least 1; {AGAIN}"),
-        *_problem(ranks, "pairs of A and B with different ranks", f"{fit}; {AGAIN}"),
-        *_problem(widths, "shapes that do not fit", f"{fit}; {OTHER}"),
-        *_problem(alphas, "alphas that are no single number", f"alpha is a scalar of a layer; {AGAIN}"),
+        *_problem(not_2d, "adapters that are no matrices", f"{fit}; {FETCH_AGAIN}"),
+        *_problem(empty, "adapters of rank 0", f"the rank is at least 1; {FETCH_AGAIN}"),
+        *_problem(ranks, "pairs of A and B with different ranks", f"{fit}; {FETCH_AGAIN}"),
+        *_problem(widths, "shapes that do not fit", f"{fit}; {WRONG_MODEL}"),
+        *_problem(
+            alphas, "alphas that are no single number", f"alpha is one number per layer; {FETCH_AGAIN}"
+        ),
     ]

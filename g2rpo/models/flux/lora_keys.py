@@ -1,4 +1,4 @@
-"""Keys of adapter files: which are adapters at all, and which belong to what g2rpo does not read."""
+"""Recognition of the keys of adapter files, including the conventions that g2rpo does not read."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ LAYOUTS = (
     "LAYER.lora_A.weight and LAYER.lora_B.weight in diffusers' names (with transformer. or without), and "
     "lora_unet_… or diffusion_model.… in the original's"
 )
-"""What is read, in words."""
+"""Description of the key layouts that are read, for messages."""
 
-_CONVERT = f"g2rpo reads {LAYOUTS}; convert the file, or save it again in one of these"
-_PLAIN = "g2rpo reads plain LoRA alone; merge the file into its base elsewhere and give the whole transformer"
+_CONVERT = f"g2rpo reads {LAYOUTS}; convert the file, or save it again in one of these layouts"
+_PLAIN = "g2rpo reads only plain LoRA; merge the file into its base elsewhere and give the full transformer"
 
 
 @dataclass(frozen=True)
 class ForeignKind:
-    """Keys that are recognised, and not read.
+    """A kind of keys that is recognised but not read.
 
     Attributes:
-        what: their name in a message.
-        pattern: searched in a key.
+        label: description of the keys in a message, after "keys are".
+        pattern: regular expression that is searched in a key.
         advice: what is allowed, and what to do.
     """
 
-    what: str
+    label: str
     pattern: str
     advice: str
 
@@ -35,7 +35,7 @@ FOREIGN = (
     ForeignKind(
         "of text encoders",
         r"^(lora_te\d*_|lora_prior_te_|te\d?_|text_encoders?(_\d)?\.|clip_[lg]\.|t5xxl\.)",
-        "adapters go onto the transformer alone; save the file without its text encoders",
+        "adapters are applied only to the transformer; save the file without its text encoders",
     ),
     ForeignKind("of a DoRA (dora_scale)", r"\.dora_scale$|lora_magnitude_vector", _PLAIN),
     ForeignKind("of a LoHa", r"\.hada_[wt]", _PLAIN),
@@ -43,7 +43,7 @@ FOREIGN = (
     ForeignKind("of an OFT or BOFT", r"\.b?oft_|\.oft\.", _PLAIN),
     ForeignKind("of a GLoRA", r"\.[ab][12]\.weight$", _PLAIN),
     ForeignKind("of a LoCon (lora_mid)", r"\.lora_mid\.", _PLAIN),
-    ForeignKind("whole differences of weights", r"\.(diff|diff_b|set_weight|w_norm|b_norm)$", _PLAIN),
+    ForeignKind("full differences of weights", r"\.(diff|diff_b|set_weight|w_norm|b_norm)$", _PLAIN),
     ForeignKind("biases of adapters", r"\.lora_[AB]\.(\w+\.)?bias$", _PLAIN),
     ForeignKind("in the names of a compiled module (_orig_mod.)", r"(^|\.)_orig_mod\.", _CONVERT),
     ForeignKind("in PEFT's own names (base_model.model.)", r"(^|\.)base_model\.model\.", _CONVERT),
@@ -60,7 +60,7 @@ FOREIGN = (
     ForeignKind("in the names of attention processors", r"\.processor\.", _CONVERT),
     ForeignKind("in diffusers' names of before 0.20", r"[._]lora\.(down|up)\.", _CONVERT),
 )
-"""In the order in which they are looked for; a key counts with the first kind that fits."""
+"""All foreign kinds, in the order in which they are tested; a key belongs to the first kind that matches."""
 
 _ADAPTER = re.compile(
     r"lora|lycoris|dora_scale|\.hada_[wt]|\.lokr_[wt]|\.b?oft_|\.alpha$|\.(diff|diff_b|set_weight)$", re.I
@@ -68,21 +68,21 @@ _ADAPTER = re.compile(
 
 
 def is_lora(keys: Iterable[str]) -> bool:
-    """Whether these are adapters, in any layout, also one that g2rpo does not read."""
+    """Returns whether these are keys of adapters, in any layout, including those that g2rpo does not read."""
     return any(_ADAPTER.search(key) for key in keys)
 
 
 def foreign_keys(keys: Iterable[str]) -> dict[ForeignKind, list[str]]:
-    """The kinds of keys that g2rpo does not read -> those keys."""
-    found: dict[ForeignKind, list[str]] = {}
+    """Groups the keys that g2rpo does not read by their kind."""
+    by_kind: dict[ForeignKind, list[str]] = {}
     for key in keys:
         kind = next((kind for kind in FOREIGN if re.search(kind.pattern, key)), None)
         if kind is not None:
-            found.setdefault(kind, []).append(key)
-    return found
+            by_kind.setdefault(kind, []).append(key)
+    return by_kind
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first three names, and how many more there are."""
+def shorten(names: Iterable[str]) -> str:
+    """Joins the first three names in alphabetical order and states how many more there are."""
     ordered = sorted(names)
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

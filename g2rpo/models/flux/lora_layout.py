@@ -1,14 +1,15 @@
-"""LoRA files in the original's names, as ComfyUI, Forge and kohya's sd-scripts read them.
+"""LoRA files in the original's key layout, as read by ComfyUI, Forge and kohya's sd-scripts.
 
     lora_unet_double_blocks_0_img_attn_qkv .lora_down.weight [R, in] .lora_up.weight [out, R] .alpha
 
-W becomes W + (alpha / R) up down. Adapters on the parts of a stacked layer (q, k, v; and in single blocks the
-MLP) become one on the whole: their A below one another, their B along the diagonal, R the sum of their ranks.
-The product is that of the parts exactly; the file is larger by the zeros. The strength is in B and alpha is
-R, so that readers which ignore alpha agree with those which use it.
+W becomes W + (alpha / R) up down. The adapters on the parts of a stacked layer (q, k and v; in single blocks
+also the MLP) become one adapter on the stacked layer: their A are stacked, their B form a block diagonal, and
+R is the sum of their ranks. The product equals those of the parts exactly, but the file contains additional
+zeros. The scale is multiplied into B, and alpha is R, so that readers that ignore alpha agree with those that
+use it.
 
-ComfyUI reads every layer of this file. diffusers reads the blocks' (of FLUX.1's width) and splits them again;
-adapters on layers at both ends it drops, so give it the layout that it writes itself.
+ComfyUI reads every layer of such a file. diffusers reads and splits the adapters on blocks (at FLUX.1's
+width), but ignores those on the input and output layers, so use diffusers' own layout there.
 """
 
 from __future__ import annotations
@@ -33,61 +34,66 @@ _ENDS = {
 
 
 def split(state: Mapping[str, T]) -> tuple[dict[str, dict[str, T]], list[str]]:
-    """Layer, named as in the file -> its "A", "B" and perhaps "alpha"; and all other keys."""
+    """Groups the entries of a LoRA file by layer.
+
+    Returns:
+        Name of the layer in the file -> its entries "A", "B" and optionally "alpha"; and all keys that are
+        not recognised or repeat an entry.
+    """
     layers: dict[str, dict[str, T]] = {}
-    strange = []
+    unrecognised = []
     for key, value in state.items():
         end = next((end for end in _ENDS if key.endswith(end)), None)
         if end is None or _ENDS[end] in layers.get(key.removesuffix(end), {}):
-            strange.append(key)
+            unrecognised.append(key)
         else:
             layers.setdefault(key.removesuffix(end), {})[_ENDS[end]] = value
-    return layers, strange
+    return layers, unrecognised
 
 
 def comfyui_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every name that a LoRA file may give a layer of the original -> the original's own."""
+    """Returns each name that a LoRA file may use for a layer of the original -> the original's name."""
     layers = {source.key for source in layer_sources(config).values()}
     kohya = {f"lora_unet_{layer.replace('.', '_')}": layer for layer in layers}
     return kohya | {f"diffusion_model.{layer}": layer for layer in layers}
 
 
 def lora_to_comfyui(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The adapters of a FluxTransformer2DModel in the original's layout, with alpha = R.
+    """Converts the adapters of a FluxTransformer2DModel to the original's layout, with alpha = R.
 
     Args:
         state: LAYER.lora_A.weight [r, in] and LAYER.lora_B.weight [out, r], with `transformer.` or without;
-            alpha / r is multiplied into B already (models/lora_strength.py).
-        config: of the transformer.
+            alpha / r must be multiplied into B already (models/flux/lora_strength.py).
+        config: configuration of the transformer.
 
     Raises:
-        ValueError: layers that the config does not have.
+        ValueError: the config has no such layer.
     """
     layers, _ = split({key.removeprefix("transformer."): value for key, value in state.items()})
-    places = layer_sources(config)
-    if unknown := sorted(layers.keys() - places.keys()):
-        raise ValueError(f"no layer {unknown[0]!r} in this FLUX")
+    sources = layer_sources(config)
+    if unknown := sorted(layers.keys() - sources.keys()):
+        raise ValueError(f"no layer {unknown[0]!r} in this FLUX; give adapters of the model in `config`")
     rows: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
-    for layer, place in places.items():
-        rows[place.key] = place.stop or 0
+    for layer, source in sources.items():
+        rows[source.key] = source.stop or 0
         if layer in layers:
-            parts.setdefault(place.key, []).append(layer)
-    found: dict[str, Tensor] = {}
+            parts.setdefault(source.key, []).append(layer)
+    converted: dict[str, Tensor] = {}
     for original, names in parts.items():
         ups = [layers[name]["B"] for name in names]
         down = torch.cat([layers[name]["A"] for name in names])
         if not rows[original]:
-            up = places[names[0]].read(ups[0])  # a swap of halves is its own inverse
+            up = sources[names[0]].read(ups[0])  # swapping halves is its own inverse
         else:
             up = ups[0].new_zeros(rows[original], len(down))
             column = 0
             for name, matrix in zip(names, ups, strict=True):
-                place, rank = places[name], matrix.shape[1]
-                up[place.start : place.stop, column : column + rank] = matrix
+                source, rank = sources[name], matrix.shape[1]
+                up[source.start : source.stop, column : column + rank] = matrix
                 column += rank
         key = f"lora_unet_{original.replace('.', '_')}"
-        found[f"{key}.lora_down.weight"] = down
-        found[f"{key}.lora_up.weight"] = up
-        found[f"{key}.alpha"] = torch.tensor(float(len(down)))
-    return found
+        converted[f"{key}.lora_down.weight"] = down
+        converted[f"{key}.lora_up.weight"] = up
+        converted[f"{key}.alpha"] = torch.tensor(float(len(down)))
+    return converted

@@ -1,8 +1,8 @@
-"""The strength of adapters: W becomes W + scale B A, where scale is alpha / rank.
+"""The scale of adapters: W becomes W + scale B A with scale = alpha / rank.
 
-A file may state alpha in three ways: as a tensor beside A and B, as PEFT's configuration in its metadata
-(diffusers writes it there), or not at all, which means alpha = rank. Many readers ignore metadata, so
-`g2rpo export` multiplies the scale into B and writes alpha = rank: all three ways then give the same.
+A file may state alpha as a tensor beside A and B or in PEFT's configuration in its metadata (as diffusers
+does); without either, alpha is the rank. Many readers ignore metadata, so `g2rpo export` multiplies the scale
+into B and writes alpha = rank, which gives the same weights in all three cases.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.models.flux.lora_keys import listed
+from g2rpo.models.flux.lora_keys import shorten
 
 METADATA_KEY = "lora_adapter_metadata"
+"""Key under which diffusers writes PEFT's configuration into a file's metadata."""
+
 _ADVICE = (
-    "alpha is one finite number, 0 or above, and the metadata's ranks are those of the tensors; export again"
+    "alpha must be one finite number, 0 or above, and the metadata's ranks those of the tensors; export again"
 )
 
 
 @dataclass(frozen=True)
 class Strength:
-    """Attributes:
-    scales: name of a layer -> alpha / rank; 1 where there is a problem.
-    problems: what was found, and advice.
+    """Scales of the layers of a LoRA file, and problems with their alphas.
+
+    Attributes:
+        scales: name of a layer in the file -> alpha / rank; 1 for a layer with a problem.
+        problems: pairs of a description and advice.
     """
 
     scales: dict[str, float]
@@ -42,13 +46,14 @@ def strengths(
     metadata: Mapping[str, str],
     modules: Mapping[str, str],
 ) -> Strength:
-    """The scale of each layer.
+    """Computes the scale of each layer from its alpha.
 
     Args:
         ranks: name of a layer in the file -> rank of its tensors.
-        alphas: the same -> value of its tensor `alpha`, of the layers that have one.
-        metadata: of the safetensors file.
-        modules: name in the file -> name of the module, of the layers that the metadata speaks of.
+        alphas: name of a layer in the file -> value of its tensor `alpha`; only layers that have one.
+        metadata: metadata of the safetensors file.
+        modules: name of a layer in the file -> name of the module in the metadata; only layers that the
+            metadata can describe.
     """
     scales, wrong = dict.fromkeys(ranks, 1.0), []
     try:
@@ -67,12 +72,12 @@ def strengths(
             wrong.append(f"{name} has alpha {alpha:g} as a tensor, {alpha_in_metadata:g} in the metadata")
         else:
             scales[name] = alpha / rank if name in alphas else scale_in_metadata
-    problems = [(f"{len(wrong)} layers with a wrong alpha: {listed(wrong)}", _ADVICE)] if wrong else []
+    problems = [(f"{len(wrong)} layers with a wrong alpha: {shorten(wrong)}", _ADVICE)] if wrong else []
     return Strength(scales, problems)
 
 
 def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """PEFT's configuration in a file's metadata; {} where there is none."""
+    """Returns PEFT's configuration from a file's metadata; empty if there is none."""
     text = metadata.get(METADATA_KEY)
     if text is None:
         return {}
@@ -87,7 +92,7 @@ def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _stated(config: Mapping[str, Any], module: str, rank: int) -> tuple[float | None, float]:
-    """Alpha of a module by PEFT's configuration, None where it states none, and its scale."""
+    """Returns alpha of a module (None if PEFT's configuration states none) and its scale."""
     stated_rank = _of_module(config, "rank_pattern", "r", module)
     if stated_rank not in (None, rank):
         raise ValueError(f"its metadata gives {module} rank {stated_rank}, its tensors have rank {rank}")
@@ -100,11 +105,11 @@ def _stated(config: Mapping[str, Any], module: str, rank: int) -> tuple[float | 
 
 
 def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """A value of a module: of the first of PEFT's patterns that matches the end of its name, else of all."""
-    given = config.get(patterns) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{patterns} in its metadata is no JSON object, but {given!r}")
-    for pattern, value in given.items():
+    """Returns the value of the first of PEFT's patterns that matches the end of a name, else the default."""
+    by_pattern = config.get(patterns) or {}
+    if not isinstance(by_pattern, dict):
+        raise ValueError(f"{patterns} in its metadata is no JSON object, but {by_pattern!r}")
+    for pattern, value in by_pattern.items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
@@ -117,10 +122,13 @@ def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: s
 
 
 def adapters_at_strength_1(module: Any) -> dict[str, Tensor]:
-    """LAYER.lora_A.weight and LAYER.lora_B.weight, float32 on the CPU, each scale multiplied into its B.
+    """Returns the adapters of a network with their scales multiplied into B.
 
     Args:
-        module: a network with PEFT's adapters, whose ranks, alphas and rsLoRA may differ from layer to layer.
+        module: a network with PEFT's adapters; ranks, alphas and rsLoRA may differ between layers.
+
+    Returns:
+        LAYER.lora_A.weight [r, in] and LAYER.lora_B.weight [out, r], float32, on the CPU.
     """
     from peft import get_peft_model_state_dict
 
@@ -136,6 +144,6 @@ def adapters_at_strength_1(module: Any) -> dict[str, Tensor]:
 
 
 def metadata_at_strength_1(config: Mapping[str, Any]) -> dict[str, Any]:
-    """PEFT's configuration of `adapters_at_strength_1`: alpha is the rank in each layer."""
+    """Returns PEFT's configuration of `adapters_at_strength_1`, where alpha is the rank in each layer."""
     patterns = dict(config.get("rank_pattern") or {})
     return {**config, "lora_alpha": config["r"], "alpha_pattern": patterns, "use_rslora": False}

@@ -1,9 +1,9 @@
-"""The velocity network: built without storage, sharded, then filled from files piece by piece.
+"""Construction of the velocity network: built without storage, sharded, then filled tensor by tensor.
 
     meta device  ->  (fully_shard)  ->  storage on the device  ->  each tensor, or its rows, from the file
 
-So no process holds more of FLUX.1's 24 GB on the host than one tensor, and more of it on the device than its
-share (where all weights are trained on several processes) or one copy in the compute dtype (under adapters).
+A process therefore holds at most one tensor of FLUX.1's 24 GB on the host. On the device it holds its shard
+(if all weights are trained on several processes) or one copy in the compute dtype (under adapters).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Fill = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Training:
-    """How the network is held and trained.
+    """Options of how the network is stored, computed and trained.
 
     Attributes:
-        dtype: of the forwards.
-        lora_rank, lora_alpha, lora_targets: of adapters; rank 0 trains all weights.
-        base_dtype: in which a frozen base is stored, "compute" or "float8".
-        gradient_checkpointing: recompute blocks in the backward pass.
-        compiled: forwards without gradient run through torch.compile, block by block.
-        mesh: what parameters are sharded over; None = one process.
+        dtype: dtype of the forwards.
+        lora_rank, lora_alpha, lora_targets: arguments of `add_lora`; rank 0 trains all weights.
+        base_dtype: storage of a frozen base: "compute" (as `dtype`) or "float8".
+        gradient_checkpointing: whether blocks are recomputed in the backward pass.
+        compiled: whether forwards without gradient use torch.compile, block by block.
+        mesh: device mesh over which parameters are sharded; None: one process.
     """
 
     dtype: torch.dtype = torch.float32
@@ -50,12 +50,15 @@ class Training:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of weights that are trained: float32, or float64 where the forwards are."""
+        """Dtype of trained weights: float32, or float64 if the forwards are in float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def autocast(self) -> bool:
-        """bfloat16 forwards over float32 weights. Sharded ones are gathered in bfloat16 and need none."""
+        """Whether autocast runs bfloat16 forwards over float32 weights.
+
+        Sharded weights do not need it, because they are gathered in bfloat16.
+        """
         sharded = self.mesh is not None and not self.lora_rank
         return self.dtype == torch.bfloat16 and not sharded
 
@@ -67,17 +70,19 @@ def make_network(
     training: Training,
     weights: tuple[Path, ...] = (),
 ) -> Any:
-    """A FluxTransformer2DModel, ready to train, in evaluation mode.
+    """Creates a FluxTransformer2DModel that is ready to train, in evaluation mode.
 
     Args:
-        config: of the transformer.
-        fill: puts the base's values into its parameters, whole ones or DTensors.
-        weights: put onto the base, in order (models/weights.py).
+        config: configuration of the transformer.
+        fill: sets the parameters, plain tensors or DTensors, to the values of the base.
+        device: device of the parameters.
+        training: how the network is stored, computed and trained.
+        weights: weights that are applied to the base in order (models/flux/weights.py).
 
     Raises:
-        ValueError: as `bare_network`, or a damaged file of the base.
+        ValueError: as `meta_network`, or a file of the base is damaged.
     """
-    module = bare_network(config, training, weights)
+    module = meta_network(config, training, weights)
     frozen = training.lora_rank > 0
     if frozen and training.base_dtype == "float8":
         module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=training.dtype)
@@ -99,12 +104,13 @@ def make_network(
     return module
 
 
-def bare_network(config: Mapping[str, Any], training: Training, weights: tuple[Path, ...] = ()) -> Any:
-    """The network without storage. What cannot be trained is refused here, before any weight is read.
+def meta_network(config: Mapping[str, Any], training: Training, weights: tuple[Path, ...] = ()) -> Any:
+    """Creates the network on the meta device and checks, before any weight is read, that it can be trained.
+
+    Arguments are those of `make_network`.
 
     Raises:
-        ValueError: weights that do not fit; a LoRA among them that cannot be added; lora_targets that match
-            nothing.
+        ValueError: `weights` do not fit, a LoRA among them cannot be added, or lora_targets match nothing.
     """
     from diffusers import FluxTransformer2DModel
 
@@ -117,20 +123,23 @@ def bare_network(config: Mapping[str, Any], training: Training, weights: tuple[P
         lora_layers(module, training.lora_targets)
     loras = [path for path in weights if check_weights(module, path)]
     if loras and frozen and training.base_dtype == "float8":
-        raise ValueError(f"{loras[0]} is a LoRA, which cannot be added into a base of base_dtype='float8'")
+        raise ValueError(
+            f"{loras[0]} is a LoRA, which cannot be added into a base of base_dtype='float8'; "
+            "use base_dtype=compute"
+        )
     if loras and not frozen and training.mesh is not None:
         raise ValueError(
             f"{loras[0]} is a LoRA, which cannot be added into weights that several processes share; "
             "export it once with its base (g2rpo export --layout diffusers) and train that folder"
         )
-    # A given LoRA is added into the base in float32; bfloat16 would round most of it away.
+    # A LoRA among the weights is added to the base in float32; bfloat16 would round most of it away.
     dtype = training.dtype if frozen and not loras else training.master_dtype
-    nn.Module.to(module, dtype)  # diffusers' own warns of layers to keep in float32 even where there are none
+    nn.Module.to(module, dtype)  # diffusers' own `to` warns of float32 layers even if there are none
     return module
 
 
 def blocks_of(module: Any) -> list[nn.Module]:
-    """The repeated blocks of a FLUX transformer, in order."""
+    """Returns the repeated blocks of a FLUX transformer, in order."""
     return list(itertools.chain(module.transformer_blocks, module.single_transformer_blocks))
 
 
@@ -149,9 +158,9 @@ def _shard(module: Any, training: Training) -> None:
 
 
 def compile_blocks(module: Any) -> None:
-    """Forwards without gradient of each block go through torch.compile; with gradient they stay eager.
+    """Compiles each block's forwards without gradient with torch.compile; those with gradient stay eager.
 
-    Hooks, such as FSDP's, stay outside the graphs. Blocks of one kind share a graph.
+    Hooks, such as FSDP's, remain outside the graphs. Blocks of the same class share a graph.
     """
     for block in blocks_of(module):
         block.forward = _compiled_without_grad(block.forward)
@@ -170,7 +179,7 @@ def _compiled_without_grad(eager: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fill_from_folder(folder: Path) -> Fill:
-    """Reads the parameters from diffusers' files: of a sharded one, the rows that live here."""
+    """Returns a function that reads the parameters, or this process's rows of them, from diffusers' files."""
 
     def fill(module: nn.Module) -> None:
         read_weights(module, weight_files(folder), folder)
@@ -179,16 +188,17 @@ def fill_from_folder(folder: Path) -> Fill:
 
 
 @torch.no_grad()
-def fill_at_random(module: nn.Module) -> None:
-    """Weights of a trained network's size: normal over the root of the inputs, norms 1, biases 0.
+def fill_randomly(module: nn.Module) -> None:
+    """Sets random weights with the scale of a trained network.
 
-    The same on any number of processes (on one kind of device).
+    Matrices are standard normal over the square root of the number of inputs, norms are 1 and biases are 0.
+    The values do not depend on the number of processes, but on the type of device.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2:
             local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator = torch.Generator(parameter.device).manual_seed(key_seed(0, name))
-        drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+        noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
         first, last = local_rows(parameter)
-        local(parameter).copy_(drawn[first:last] / parameter.shape[1] ** 0.5)
+        local(parameter).copy_(noise[first:last] / parameter.shape[1] ** 0.5)

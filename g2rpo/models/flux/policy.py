@@ -1,13 +1,13 @@
-"""FLUX as a Policy, over diffusers' transformer and VAE and transformers' text encoders.
+"""FLUX as a Policy, built on diffusers' transformer and VAE and transformers' text encoders.
 
 FLUX.1 (Black Forest Labs, 2024) is a rectified-flow transformer over 2x2-packed latents of a 16-channel,
 8x VAE; guidance-distilled models take the guidance scale as an input, so a velocity costs one forward.
-The layout of latents, position ids and conditioning is FluxPipeline's, checked against it by a test.
+The layout of latents, position ids and conditioning is that of FluxPipeline, which a test verifies.
 
-What differs from the stock pipeline, and why:
-  * sigma (and the guidance scale) reach the time embedding in float32. diffusers casts the timestep to the
-    dtype of hidden_states before multiplying by 1,000, in bfloat16 up to 3 of 1,000 off.
-  * the text encoders see one prompt at a time (models/text.py).
+Differences from the diffusers pipeline:
+  * sigma and the guidance scale reach the time embedding in float32. diffusers casts the timestep to the
+    dtype of hidden_states before multiplying it by 1,000; in bfloat16 the result is off by up to 3 of 1,000.
+  * the text encoders run on one prompt at a time (models/flux/text.py explains why).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from g2rpo.models.flux.latents import checked_resolution, image_ids, unpack
-from g2rpo.models.flux.network import Training, blocks_of, fill_at_random, fill_from_folder, make_network
+from g2rpo.models.flux.network import Training, blocks_of, fill_from_folder, fill_randomly, make_network
 from g2rpo.models.flux.random import RandomText, is_random, random_configs, random_vae
 from g2rpo.models.flux.text import DTYPES, FluxText
 from g2rpo.models.loading.files import dtype_argument, flux_folder, read_json
@@ -35,12 +35,22 @@ Precision = Literal["float32", "tf32", "bfloat16", "float64"]
 SigmaRounding = Literal["exact", "released"]
 TailsPrecision = Literal["compute", "float8"]
 
-COMPILED_DECODE = 4
-"""Images that the compiled decoder takes at once: a fixed number, so that it is compiled once."""
+COMPILED_DECODE_BATCH = 4
+"""Batch size of the compiled VAE decoder, in images; fixed, so that the decoder is compiled only once."""
 
 
 class FluxPolicy:
-    """A FLUX model of a folder or the hub; make one with `FluxPolicy.load`."""
+    """A FLUX model as a Policy; create one with `FluxPolicy.load`.
+
+    Beside the attributes of `Policy`:
+
+    Attributes:
+        text: the text encoders, which are loaded when they are first needed.
+        vae: diffusers' AutoencoderKL.
+        guidance, true_cfg, sigma_rounding: as in `load`.
+        resolution, patch_px: sides of the image and of one latent token, in pixels.
+        compute_dtype: dtype of the forwards.
+    """
 
     def __init__(
         self,
@@ -70,11 +80,11 @@ class FluxPolicy:
         self._img_ids = image_ids(side).to(device)
         self._timestep: Tensor | None = None
         self._frozen_base = bool(getattr(module, "peft_config", None))
-        self._rolling = False
+        self._holds_bfloat16 = False
         self._negative: Conditioning | None = None
         self._float8_tails = tails_precision == "float8"
         self._decoder: Any = None
-        # 0.56 of the time on an H200, for half a minute of compiling.
+        # On an H200 compiled decoding takes 0.56 of the time; compiling takes half a minute.
         if compiled and device.type == "cuda" and vae.post_quant_conv is None:
             vae.to(memory_format=torch.channels_last)
             self._decoder = torch.compile(vae.decoder)
@@ -102,33 +112,36 @@ class FluxPolicy:
         compiled: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> FluxPolicy:
-        """Reads the transformer and the VAE; the text encoders follow when the first prompt needs them.
+        """Loads the transformer and the VAE; the text encoders are loaded when the first prompt is encoded.
 
         Args:
-            name: folder in diffusers layout, or hub name (fetched into the hub's cache), or random:flux-dev.
-            device: where everything lives.
-            precision: "float32"; "tf32": the same weights, matrix products of 10-bit mantissas on a GPU;
-                "bfloat16": autocast over float32 master weights where all weights are trained, over a frozen
-                bfloat16 base with float32 adapters where lora_rank > 0; or "float64", for checks. Products in
-                float32 or tf32 are a switch of the process: the policy loaded last decides for all of them.
-            guidance: input of guidance-distilled models; no effect on others.
-            true_cfg: classifier-free guidance against the empty prompt, v = v0 + true_cfg (v1 - v0), two
-                forwards a sample; 1 = none.
-            resolution: side of the square image in pixels; None: what the VAE was made for.
-            max_sequence_length: T5 tokens; None: the smaller of 512 and the tokenizer's limit.
-            lora_rank: 0 trains all weights of the transformer, else adapters of this rank.
+            name: a folder in diffusers layout, a hub name (downloaded to the hub's cache) or `random:NAME`.
+            device: device of all networks.
+            precision: "float32"; "tf32": float32 weights with matrix products of 10-bit mantissas on a GPU;
+                "bfloat16": autocast over float32 master weights if all weights are trained, or over a frozen
+                bfloat16 base with float32 adapters if lora_rank > 0; or "float64", for tests. The choice
+                between float32 and tf32 holds for the process: the policy loaded last sets it for all.
+            guidance: guidance scale, an input of guidance-distilled models; no effect on others.
+            true_cfg: scale of classifier-free guidance against the empty prompt,
+                v = v0 + true_cfg (v1 - v0), with two forwards per sample; 1: none.
+            resolution: side of the square image in pixels; None: the size that the VAE was trained for.
+            max_sequence_length: number of T5 tokens; None: the smaller of 512 and the tokenizer's limit.
+            lora_rank: rank of the trained adapters; 0 trains all weights of the transformer.
             lora_alpha: the adapters' scale times their rank; None: twice the rank.
-            lora_targets: ends of the layers' names that get adapters; None: attention and MLP linears.
+            lora_targets: ends of the names of layers that get adapters; None: attention and MLP linears.
             base_dtype: "float8" stores a frozen base in 8 bits (e4m3) and computes in `precision`.
             tails_precision: "float8" multiplies in 8 bits within `tails` (needs bfloat16 and torchao).
-            sigma_rounding: "exact", or "released": int(1000 sigma) / 1000 as G2RPO's released code has it.
-            weights: put onto the base's transformer, in order, before anything else (see models/weights.py).
-            gradient_checkpointing: recompute blocks in the backward pass: less memory, a forward more.
-            compiled: forwards without gradient run through torch.compile, and on a GPU the VAE's decoder.
-            mesh: parameters that are trained are sharded over it (see distributed.shard).
+            sigma_rounding: "exact", or "released": int(1000 sigma) / 1000, as in G2RPO's released code.
+            weights: weights that are first applied to the base's transformer, in order
+                (models/flux/weights.py).
+            gradient_checkpointing: whether blocks are recomputed in the backward pass, which saves memory and
+                costs one more forward.
+            compiled: whether forwards without gradient, and on a GPU the VAE's decoder, use torch.compile.
+            mesh: device mesh over which trained parameters are sharded (runtime/sharding.py); None: one
+                process.
 
         Raises:
-            ValueError: not a FLUX model, or a setting outside its range.
+            ValueError: the model is not a FLUX model, or a setting is outside its range.
         """
         from diffusers import AutoencoderKL
 
@@ -144,10 +157,10 @@ class FluxPolicy:
         if tails_precision == "float8":
             check_float8(precision, base_dtype)
         device = torch.device(device)
-        # Set either way: a float32 policy after a tf32 one would else run in tf32.
+        # Set in both cases: otherwise a float32 policy after a tf32 one would run in tf32.
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         if device.type == "cuda":
-            # cuDNN's attention backward crashes on few, small heads in bfloat16 (H100, torch 2.11).
+            # cuDNN's attention backward crashes with few, small heads in bfloat16 (H100, torch 2.11).
             torch.backends.cuda.enable_cudnn_sdp(False)
         dtype = DTYPES[precision]
         training = Training(
@@ -165,12 +178,12 @@ class FluxPolicy:
         if is_random(str(name)):
             configs, folder = random_configs(str(name)), None
             checked_resolution(resolution, configs["vae"])
-            module = make_network(configs["transformer"], fill_at_random, device, training, tuple(weights))
+            module = make_network(configs["transformer"], fill_randomly, device, training, tuple(weights))
             vae: Any = random_vae(configs["vae"], device, vae_dtype)
             text = RandomText(configs, device=device, precision=precision, length=max_sequence_length)
         else:
             folder = flux_folder(name)
-            # Before 24 GB are read.
+            # Checked here so that an error comes before 24 GB are read.
             checked_resolution(resolution, read_json(folder / "vae" / "config.json"))
             text = FluxText(
                 folder, device=device, precision=precision, max_sequence_length=max_sequence_length
@@ -196,10 +209,10 @@ class FluxPolicy:
 
     @property
     def folder(self) -> Path:
-        """Of the model's files.
+        """Folder of the model's files.
 
         Raises:
-            ValueError: random weights, which have none.
+            ValueError: the model has random weights and therefore no files.
         """
         if self._folder is None:
             raise ValueError("this model has random weights and no files: there is nothing to export")
@@ -207,37 +220,40 @@ class FluxPolicy:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """While it lasts, forwards (without gradient) communicate nothing between processes.
+        """Keeps all weights gathered within the block, so that forwards without gradient do not communicate.
 
-        Adapters over a bfloat16 base are held in bfloat16 too: no cast at each use, as autocast would do.
-        They are not merged into the base, and the float32 ones come back unchanged. So are all weights under
-        float8 tails, which are made from bfloat16 ones.
+        Adapters over a bfloat16 base, and all weights under float8 tails (which are made from bfloat16
+        weights), are held in bfloat16 within the block, because autocast would cast them at each use. They
+        are not merged into the base, and the float32 values are restored on exit.
         """
         with resident(self.module):
-            in_half = self._autocast and (self._frozen_base or self._float8_tails)
-            if not in_half or self._rolling:
+            needs_bfloat16 = self._autocast and (self._frozen_base or self._float8_tails)
+            if not needs_bfloat16 or self._holds_bfloat16:
                 yield
                 return
             trained = {p: p.data for p in self.module.parameters() if p.requires_grad}
             try:
-                self._rolling = True
+                self._holds_bfloat16 = True
                 for parameter, value in trained.items():
                     parameter.data = value.to(self.compute_dtype)
                 yield
             finally:
                 for parameter, value in trained.items():
                     parameter.data = value
-                self._rolling = False
+                self._holds_bfloat16 = False
 
     @contextmanager
     def tails(self) -> Iterator[None]:
-        """Within `resident`: forwards whose result only a reward sees, in 8 bits if so asked for."""
+        """Runs forwards in 8 bits within the block if tails_precision is "float8"; use it within `resident`.
+
+        It is meant for tails, whose results are only decoded and scored.
+        """
         with float8_linears(blocks_of(self.module) if self._float8_tails else ()):
             yield
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """The arguments of `load` under which other weights draw the same way as these."""
+        """Arguments of `load` that, beside the weights, determine the images that this model generates."""
         return {
             "precision": self.text.precision,
             "guidance": self.guidance,
@@ -249,18 +265,18 @@ class FluxPolicy:
 
     @property
     def encoder_identity(self) -> str:
-        """Key of the embedding cache: what `encode` depends on beside the prompt."""
+        """Key of the embedding cache: everything that `encode` depends on beside the prompt."""
         return self.text.identity
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        """CLIP's pooled and T5's padded token embeddings, on the policy's device."""
+        """Returns CLIP's pooled and T5's padded token embeddings of prompts, on the policy's device."""
         return self.text.encode(prompts)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """The network's noise - image [N, L, C] in float32; differentiable. See `Policy.velocity`.
+        """Predicts the velocity, noise - image: [N, L, C], float32 or float64; see `Policy.velocity`.
 
         Raises:
-            ValueError: shapes that do not belong together.
+            ValueError: the shapes of x, sigma and cond do not fit together.
         """
         if x.shape[1:] != self.latent_shape or sigma.shape != x.shape[:1] or len(cond) != len(x):
             raise ValueError(
@@ -272,22 +288,22 @@ class FluxPolicy:
         if self.true_cfg == 1:
             return velocity
         negative = self.negative[torch.zeros(len(x), dtype=torch.long, device=self.device)]
-        without = self._forward(x, sigma, negative)
-        return without + self.true_cfg * (velocity - without)
+        unconditional = self._forward(x, sigma, negative)
+        return unconditional + self.true_cfg * (velocity - unconditional)
 
     @property
     def negative(self) -> Conditioning:
-        """The empty prompt [1], for classifier-free guidance; encoded once."""
+        """Embedding of the empty prompt, one row, for classifier-free guidance; it is encoded only once."""
         if self._negative is None:
             self._negative = self.encode([""])
         return self._negative
 
     def set_negative(self, cond: Conditioning) -> None:
-        """Gives the empty prompt's embedding [1], so that no encoder need be loaded for it."""
+        """Sets the embedding of the empty prompt, one row, so that no encoder is loaded for it."""
         self._negative = cond
 
     def _forward(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        autocast = self._autocast and not self._rolling
+        autocast = self._autocast and not self._holds_bfloat16
         guidance = x.new_full((len(x),), self.guidance) if self.module.config.guidance_embeds else None
         self._timestep = self._network_time(sigma)
         try:
@@ -307,7 +323,7 @@ class FluxPolicy:
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
     def _attention(self) -> AbstractContextManager[None]:
-        """Without gradient cuDNN's attention, 1.7 times as fast as flash attention on an H200."""
+        """Selects cuDNN's attention for forwards without gradient: 1.7 times as fast as flash on an H200."""
         if torch.is_grad_enabled() or self.device.type != "cuda":
             return nullcontext()
         backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -315,28 +331,28 @@ class FluxPolicy:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [N, L, C] -> images [N, 3, H, W], float32 in [0, 1]."""
+        """Decodes clean latents [N, L, C] to images [N, 3, H, W], float32 in [0, 1], without gradient."""
         config = self.vae.config
         z = (unpack(latents) / config.scaling_factor + config.shift_factor).to(self.vae.dtype)
-        out = self.vae.decode(z, return_dict=False)[0] if self._decoder is None else self._decoded(z)
+        out = self.vae.decode(z, return_dict=False)[0] if self._decoder is None else self._decode_compiled(z)
         return (out.float() / 2 + 0.5).clamp(0, 1)
 
-    def _decoded(self, z: Tensor) -> Tensor:
-        """Through the compiled decoder, always as many at once; what is too few is filled up and cut off."""
+    def _decode_compiled(self, z: Tensor) -> Tensor:
+        """Decodes in batches of COMPILED_DECODE_BATCH; the last one is padded, and the padding is removed."""
         parts = []
-        for part in z.split(COMPILED_DECODE):
-            filled = part[torch.arange(COMPILED_DECODE, device=z.device).clamp(max=len(part) - 1)]
-            filled = filled.contiguous(memory_format=torch.channels_last)
-            parts.append(self._decoder(filled)[: len(part)])
+        for part in z.split(COMPILED_DECODE_BATCH):
+            padded = part[torch.arange(COMPILED_DECODE_BATCH, device=z.device).clamp(max=len(part) - 1)]
+            padded = padded.contiguous(memory_format=torch.channels_last)
+            parts.append(self._decoder(padded)[: len(part)])
         return torch.cat(parts)
 
     def _network_time(self, sigma: Tensor) -> Tensor:
-        """1000 sigma in float32, truncated where the released code truncates it."""
+        """Returns 1000 sigma in float32, truncated to an integer if sigma_rounding is "released"."""
         timestep = 1000 * sigma.float()
         return timestep.trunc() if self.sigma_rounding == "released" else timestep
 
     def _float32_time(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # args: timestep, (guidance,) pooled. Untouched when someone else calls the network.
+        # args: timestep, (guidance,) pooled. Left unchanged if the network is not called by `_forward`.
         if self._timestep is None:
             return args
         if len(args) == 2:

@@ -1,10 +1,10 @@
-"""A FLUX with random weights, made on the spot: a rehearsal of a run, at full size, without a download.
+"""FLUX models with random weights, for test runs at full size without a download.
 
-    random:flux-dev   FLUX.1-dev's transformer and VAE; 24 GB that appear on the GPU in seconds
-    random:tiny       the same classes, a few thousand weights, for checks on a CPU
+    random:flux-dev   FLUX.1-dev's transformer and VAE, 24 GB, created on the GPU in seconds
+    random:tiny       the same classes with a few thousand weights, for tests on a CPU
 
-Prompts become noise that depends on their text. Time, memory and communication are those of the real model;
-pictures are not.
+Prompt embeddings are noise that depends on the prompt's text. Time, memory and communication are those of the
+real model; the images are meaningless.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PREFIX = "random:"
 
 
 def is_random(name: str) -> bool:
-    """Whether `name` asks for random weights."""
+    """Returns whether `name` is the name of a model with random weights."""
     return name.startswith(PREFIX)
 
 
 def random_configs(name: str) -> dict[str, dict[str, Any]]:
-    """Configuration of each part.
+    """Returns the configuration of each part of a model with random weights.
 
     Raises:
-        ValueError: no such architecture.
+        ValueError: there is no such architecture.
     """
     if name not in RANDOM:
         raise ValueError(f"no model {name!r}; with random weights there are: {', '.join(RANDOM)}")
@@ -40,7 +40,7 @@ def random_configs(name: str) -> dict[str, dict[str, Any]]:
 
 
 def random_vae(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """An AutoencoderKL with torch's initial weights, the same on every process."""
+    """Creates an AutoencoderKL with torch's initial weights, which are the same on every process."""
     from diffusers import AutoencoderKL
 
     with torch.random.fork_rng(devices=[]):
@@ -49,7 +49,7 @@ def random_vae(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
 
 
 class RandomText:
-    """In place of the text encoders: standard normal embeddings, keyed by the prompt's text."""
+    """Replacement for the text encoders: standard normal embeddings, keyed by the prompt's text."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class RandomText:
 
     @property
     def identity(self) -> str:
-        """As `FluxText.identity`."""
+        """Key of the embedding cache, as `FluxText.identity`."""
         sizes = f"{self.max_sequence_length}:{self._text_dim}:{self._pooled_dim}"
         return f"random-text:{self.precision}:{sizes}"
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        """As `FluxText.encode`."""
+        """Returns the embeddings of prompts, as `FluxText.encode`."""
         if not prompts:
             raise ValueError("no prompts to encode; give at least one")
         text = [keyed_noise((self.max_sequence_length, self._text_dim), 0, "text", p) for p in prompts]
@@ -79,4 +79,4 @@ class RandomText:
         return Conditioning(torch.stack(text), torch.stack(pooled)).to(self.device, self.dtype)
 
     def unload(self) -> None:
-        """Nothing is loaded."""
+        """Does nothing, because no encoder is loaded."""

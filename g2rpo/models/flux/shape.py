@@ -1,7 +1,7 @@
-"""A FLUX model's sizes from its configuration files alone: no weight is read or downloaded.
+"""Sizes of a FLUX model, computed from its configuration files; no weights are read or downloaded.
 
-Networks are built without storage (torch's meta device); parameters are counted on them and the
-floating-point operations of a forward by torch's own counter (multiply and add are two).
+Networks are built on torch's meta device, without storage. Their parameters are counted, and torch's counter
+gives the floating-point operations of a forward (a multiplication and an addition count as two).
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ class FluxShape:
     """Sizes of a model at one resolution.
 
     Attributes:
-        resolution_px: side of the image.
-        latent_shape: (L, C) tokens and channels of a packed latent.
-        text_tokens, text_dim, pooled_dim: of a prompt's embedding.
-        width, blocks: of the transformer, for activation estimates.
+        resolution_px: side of the square image, in pixels.
+        latent_shape: (L, C), the numbers of tokens and channels of a packed latent.
+        text_tokens, text_dim, pooled_dim: sizes of a prompt's embeddings: T5 tokens, their channels, and
+            channels of the pooled embedding.
+        width, num_blocks: channels and number of blocks of the transformer, for activation estimates.
         transformer_params, vae_params, text_params: numbers of parameters.
-        norm_params: of the transformer's norms and modulations, which an 8-bit base keeps as they compute.
-        lora_params_per_rank: of adapters on their targets (attention and MLP linears), per unit of rank.
-        forward_flops, decode_flops: for one image.
+        norm_params: parameters of the transformer's norms and modulations, which an 8-bit base stores in the
+            compute dtype.
+        lora_params_per_rank: parameters of the adapters per unit of rank.
+        forward_flops, decode_flops: floating-point operations of a forward and of decoding, per image.
         decoder_width: channels of the VAE decoder at full resolution.
     """
 
@@ -46,7 +48,7 @@ class FluxShape:
     text_dim: int
     pooled_dim: int
     width: int
-    blocks: int
+    num_blocks: int
     transformer_params: int
     norm_params: int
     vae_params: int
@@ -58,7 +60,7 @@ class FluxShape:
 
     @property
     def tokens(self) -> int:
-        """Image and text tokens, the length that attention sees."""
+        """Number of image and text tokens, the sequence length of attention."""
         return self.latent_shape[0] + self.text_tokens
 
 
@@ -69,20 +71,23 @@ def flux_shape(
     max_sequence_length: int | None = None,
     lora_targets: Sequence[str] | None = None,
 ) -> FluxShape:
-    """Sizes of the model `name` (as `load_policy` takes it); of a hub model only small files are fetched.
+    """Returns the sizes of a model; only the configuration files of a hub model are downloaded.
+
+    Arguments are those of `load_policy`.
 
     Raises:
-        ValueError: no such model, not a FLUX, or a resolution or max_sequence_length that it does not take.
+        ValueError: there is no such model, it is not a FLUX, or it does not support the resolution or
+            max_sequence_length.
     """
     configs, token_limit = _configs(str(name))
     text_tokens = checked_length(max_sequence_length, token_limit, name)
     side_px, patch_px = checked_resolution(resolution, configs["vae"])
     targets = None if lora_targets is None else tuple(lora_targets)
-    return _measured(_Frozen(configs), side_px, patch_px, text_tokens, targets)
+    return _shape_of(_ConfigsKey(configs), side_px, patch_px, text_tokens, targets)
 
 
 def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
-    """Configuration of each network, and the limit of its second tokenizer."""
+    """Returns the configuration of each network, and the largest number of tokens of the second tokenizer."""
     if name in KNOWN or is_random(name):
         return KNOWN.get(name) or random_configs(name), 512
     folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
@@ -94,8 +99,8 @@ def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
     return configs, int(tokenizer.get("model_max_length", 512))
 
 
-class _Frozen:
-    """Configurations as a cache key: counting a 12 B model takes seconds, searches ask often."""
+class _ConfigsKey:
+    """Hashable configurations, for the cache: counting a 12 B model takes seconds, and searches repeat it."""
 
     def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
         self.configs, self.text = configs, repr(configs)
@@ -104,17 +109,17 @@ class _Frozen:
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Frozen) and self.text == other.text
+        return isinstance(other, _ConfigsKey) and self.text == other.text
 
 
 @lru_cache(maxsize=32)
-def _measured(
-    frozen: _Frozen, side_px: int, patch_px: int, text_tokens: int, lora_targets: tuple[str, ...] | None
+def _shape_of(
+    key: _ConfigsKey, side_px: int, patch_px: int, text_tokens: int, lora_targets: tuple[str, ...] | None
 ) -> FluxShape:
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    configs = frozen.configs
+    configs = key.configs
     with torch.device("meta"):
         transformer = FluxTransformer2DModel.from_config(configs["transformer"])
         vae = AutoencoderKL.from_config(configs["vae"])
@@ -129,7 +134,7 @@ def _measured(
         text_dim=int(config.joint_attention_dim),
         pooled_dim=int(config.pooled_projection_dim),
         width=int(config.num_attention_heads * config.attention_head_dim),
-        blocks=int(config.num_layers + config.num_single_layers),
+        num_blocks=int(config.num_layers + config.num_single_layers),
         transformer_params=_parameters(transformer),
         norm_params=sum(p.numel() for name, p in transformer.named_parameters() if "norm" in name),
         vae_params=_parameters(vae),

@@ -1,7 +1,8 @@
-"""FLUX's two frozen text encoders: CLIP for the pooled embedding, T5 for the tokens.
+"""FLUX's two frozen text encoders: CLIP for the pooled embedding, T5 for the token embeddings.
 
-As in FluxPipeline (diffusers): CLIP's pooler output; T5's last hidden state of the prompt padded to
-`max_sequence_length`, without an attention mask, so the outputs at the padding depend on the text too.
+As in diffusers' FluxPipeline, the embeddings are CLIP's pooler output and T5's last hidden state. T5 runs on
+the prompt padded to `max_sequence_length` without an attention mask, so outputs at the padding depend on the
+text too.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from g2rpo.models.policy import Conditioning
 
 DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPES |= dict.fromkeys(("float32", "tf32"), torch.float32)
-"""Of the forwards, by the setting `precision`."""
+"""Setting `precision` -> dtype of the forwards."""
 
 
 class FluxText:
-    """Text encoders of a folder in diffusers layout; weights are loaded at the first prompt.
+    """Text encoders of a folder in diffusers layout; the first call of `encode` loads their weights.
 
-    A run whose prompts all lie in the embedding cache never loads them (T5-XXL is 9.5 GB in bfloat16).
+    A run whose prompts are all in the embedding cache never loads them (T5-XXL has 9.5 GB in bfloat16).
 
     Args:
         folder: the model's folder.
-        device: where the encoders run.
-        precision: a key of DTYPES: how they run, and a part of `identity`.
-        max_sequence_length: T5 tokens, padding included; None: the smaller of 512 and tokenizer_2's limit.
+        device: device of the encoders.
+        precision: a key of DTYPES, which sets their dtype and is part of `identity`.
+        max_sequence_length: number of T5 tokens, padding included; None: the smaller of 512 and the limit of
+            the model's second tokenizer.
 
     Raises:
-        ValueError: a max_sequence_length outside that limit.
+        ValueError: max_sequence_length is outside that limit.
     """
 
     def __init__(
@@ -54,7 +56,10 @@ class FluxText:
 
     @property
     def identity(self) -> str:
-        """Names everything an embedding depends on beside its prompt: files, precision, length."""
+        """Key of the embedding cache: everything that an embedding depends on beside the prompt.
+
+        It contains a hash of the files, the precision and the sequence length.
+        """
         if self._identity is None:
             parts = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
             files = fingerprint(self.folder / part for part in parts)
@@ -63,13 +68,13 @@ class FluxText:
 
     @torch.no_grad()
     def encode(self, prompts: list[str]) -> Conditioning:
-        """Embeddings of each prompt: text [N, max_sequence_length, Ct] and pooled [N, Cp].
+        """Returns the embeddings of prompts: text [N, max_sequence_length, Ct] and pooled [N, Cp].
 
-        One prompt a forward: matrix kernels round differently at other batch sizes, and a row must not
-        depend on which prompts it was encoded with (or whether it came from the cache).
+        Each forward encodes one prompt: matrix kernels round differently at other batch sizes, and a row must
+        depend neither on the prompts encoded with it nor on whether it came from the cache.
 
         Raises:
-            ValueError: no prompts.
+            ValueError: there are no prompts.
         """
         if not prompts:
             raise ValueError("no prompts to encode; give at least one")
@@ -81,7 +86,7 @@ class FluxText:
         return Conditioning(torch.cat(text).to(self.dtype), torch.cat(pooled).to(self.dtype))
 
     def unload(self) -> None:
-        """Frees the encoders' memory; the next `encode` loads them again."""
+        """Frees the memory of the encoders; the next `encode` loads them again."""
         self._encoders = None
 
     def _clip_length(self) -> int:
@@ -105,16 +110,21 @@ class FluxText:
         return self._encoders
 
 
-def checked_length(asked: int | None, tokenizer_limit: int, model: str | Path) -> int:
-    """T5 tokens of a prompt; None: as many as the tokenizer and FLUX (512) take.
+def checked_length(requested: int | None, tokenizer_limit: int, model: str | Path) -> int:
+    """Returns the number of T5 tokens per prompt.
+
+    Args:
+        requested: the setting max_sequence_length; None: the limit, the smaller of 512 and `tokenizer_limit`.
+        tokenizer_limit: largest number of tokens of the model's second tokenizer.
+        model: name of the model, for the error message.
 
     Raises:
-        ValueError: outside 1 to that.
+        ValueError: the requested number is outside 1 to the limit.
     """
     limit = min(512, tokenizer_limit)
-    if asked is not None and not 1 <= asked <= limit:
+    if requested is not None and not 1 <= requested <= limit:
         raise ValueError(
-            f"max_sequence_length={asked} is outside 1..{limit}, the tokens that {model}'s second tokenizer "
-            "and FLUX take"
+            f"max_sequence_length={requested} is outside 1..{limit}, the tokens that {model}'s second "
+            "tokenizer and FLUX accept"
         )
-    return limit if asked is None else asked
+    return limit if requested is None else requested

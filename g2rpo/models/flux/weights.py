@@ -1,4 +1,4 @@
-"""Putting weights onto a FLUX transformer: another network's, or a LoRA."""
+"""Loading of weights into a FLUX transformer: full weights, or a LoRA that is added to the present ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from g2rpo.models.flux.layout import Source, is_original, original_prefix, sourc
 from g2rpo.models.flux.lora_checks import check_lora, linear_shapes, read_lora
 from g2rpo.models.flux.lora_keys import is_lora
 from g2rpo.models.loading.reading import (
-    Places,
+    Locations,
     all_finite,
     check_dtypes,
     copy_rows,
-    differences,
-    header,
-    headers,
+    meta_tensors,
+    meta_tensors_of,
+    mismatches,
     weight_files,
 )
 from g2rpo.runtime.processes import rank
@@ -38,14 +38,18 @@ LORA_TARGETS = (
     r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
     r"|ff\.net\.(0\.proj|2)|ff_context\.net\.(0\.proj|2)|proj_mlp|proj_out)"
 )
-"""Attention and MLP linears of every block; not the modulations, nor the layers at both ends."""
+"""Pattern of the attention and MLP linears of all blocks, without modulations, input and output layers."""
 
 
 def lora_layers(module: nn.Module, targets: Sequence[str] | None = None) -> list[nn.Linear]:
-    """The linears that adapters of `add_lora` go onto.
+    """Returns the linears that get adapters in `add_lora`.
+
+    Args:
+        module: a FluxTransformer2DModel.
+        targets: ends of layer names; None: LORA_TARGETS.
 
     Raises:
-        ValueError: a target that is the end of no linear's name.
+        ValueError: no linear's name ends in one of the targets.
     """
     linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if targets is None:
@@ -71,29 +75,33 @@ def add_lora(
     targets: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Freezes `module` and adds trainable adapters of `dtype`: W x + (alpha / rank) B A x, B = 0 at first.
+    """Freezes `module` and adds trainable adapters: W x + (alpha / rank) B A x (LoRA, arXiv:2106.09685).
+
+    B is initially 0. The adapters are not merged into the weights, because bfloat16 weights would round away
+    most of a small update.
 
     Args:
         module: a FluxTransformer2DModel.
         rank: >= 1.
-        alpha: None means twice the rank, a factor of 2.
-        targets: ends of the layers' names, such as "attn.to_q"; None: LORA_TARGETS.
+        alpha: None: twice the rank, a factor of 2.
+        targets: ends of layer names, such as "attn.to_q"; None: LORA_TARGETS.
+        dtype: dtype of the adapters.
 
-    LoRA: arXiv:2106.09685. The adapters stay beside the weights: added into bfloat16 weights, most of a
-    small update would be rounded away.
+    Raises:
+        ValueError: rank < 1, or a target that matches nothing.
     """
     from peft import LoraConfig
 
     if rank < 1:
         raise ValueError(f"lora_rank={rank}: a LoRA needs rank >= 1 (0 trains all weights)")
     module.requires_grad_(False)
-    lora_layers(module, targets)  # says which target matches nothing
+    lora_layers(module, targets)  # its error names the target that matches nothing
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         target_modules=LORA_TARGETS if targets is None else list(targets),
     )
-    # A is drawn at random: the same for every process and every start, whatever ran before.
+    # A is random; a fixed seed makes it the same on every process and at every start.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module.add_adapter(config)
@@ -103,36 +111,46 @@ def add_lora(
 
 
 def load_weights(module: Any, path: Path) -> bool:
-    """Replaces or changes the weights of `module` by those at `path`; tells whether it was a LoRA.
+    """Loads the weights at `path` into `module`: full weights replace its weights, a LoRA is added to them.
 
-    `path`: a folder with one of the files that `weight_file` knows, a transformer folder, a folder of a whole
-    model (its transformer is taken), or one `.safetensors` file: a transformer or a LoRA, in diffusers' names
-    or in the original's (models/layout.py). A LoRA is added into the weights, so give `module` whole and in
-    float32; of a transformer a sharded module reads its rows alone.
+    Args:
+        module: a FluxTransformer2DModel. For a LoRA it must be float32 and not sharded; of full weights, a
+            sharded module reads only its rows.
+        path: a folder with one of the files that `weight_file` knows, a transformer folder, a model folder
+            (its transformer is used), or a `.safetensors` file with a transformer or a LoRA. Keys are in
+            diffusers' layout or in the original's (models/flux/layout.py).
+
+    Returns:
+        Whether the weights are a LoRA.
 
     Raises:
-        ValueError: nothing of these, weights of another architecture, or values that are not finite.
+        ValueError: `path` contains no such weights, or weights of another architecture, or values that are
+            not finite.
     """
-    places = _places(module, path)
-    if places is not None:
-        copy_rows(module, places)
+    locations = _locations(module, path)
+    if locations is not None:
+        copy_rows(module, locations)
         return False
     _add_lora_file(module, weight_file(path) or path)
     return True
 
 
 def check_weights(module: Any, path: Path) -> bool:
-    """Whether a LoRA is at `path` (as `load_weights` takes it); `module` may be on the meta device.
+    """Checks that the weights at `path` fit `module`, which may be on the meta device.
 
-    Of a transformer the headers are read, of a LoRA the values too.
+    Only the headers of full weights are read; `load_weights` checks their values while copying. The values of
+    a LoRA are checked here.
+
+    Returns:
+        Whether the weights are a LoRA.
 
     Raises:
-        ValueError: as `load_weights`, but for a transformer's values, which that one checks while it copies.
+        ValueError: as `load_weights`.
     """
-    places = _places(module, path)
-    if places is not None:
+    locations = _locations(module, path)
+    if locations is not None:
         try:
-            check_dtypes(places)
+            check_dtypes(locations)
         except ValueError as error:
             raise ValueError(f"{path} does not fit this model: {error}") from error
         return False
@@ -140,33 +158,33 @@ def check_weights(module: Any, path: Path) -> bool:
     return True
 
 
-def _places(module: Any, path: Path) -> Places | None:
-    """Where each parameter's rows are among the weights at `path`; None: those are a LoRA."""
+def _locations(module: Any, path: Path) -> Locations | None:
+    """Returns where the weights at `path` contain the rows of each parameter; None: they are a LoRA."""
     files = _files(path)
-    given = headers(files)
+    given = meta_tensors_of(files)
     if not given:
         raise ValueError(f"{path} is empty: it has no tensors; fetch or export it again")
     if is_lora(given):
         return None
-    places = {name: (file, Source(name)) for name, file in files.items()}
+    locations = {name: (file, Source(name)) for name, file in files.items()}
     if is_original(given):
         prefix = original_prefix(given)
         try:
             given = to_diffusers(given, module.config)
         except ValueError as error:
             raise ValueError(f"{path} does not fit this model: {error}") from error
-        places = {
+        locations = {
             name: (files[prefix + source.key], replace(source, key=prefix + source.key))
             for name, source in sources(module.config).items()
         }
-    if problems := differences(module, given):
+    if problems := mismatches(module, given):
         shown = "; ".join(problems[:3])
         raise ValueError(f"{path} does not fit this model ({len(problems)} differences: {shown}, …)")
-    return places
+    return locations
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Key -> file, of the weights at `path`."""
+    """Returns key -> file for the weights at `path`."""
     path = weight_file(path) or path
     if path.is_dir():
         folder = path / "transformer" if (path / "transformer").is_dir() else path
@@ -179,34 +197,34 @@ def _files(path: Path) -> dict[str, Path]:
             raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
         return weight_files(folder)
     if path.suffix == ".safetensors" and path.is_file():
-        return dict.fromkeys(header(path), path)
+        return dict.fromkeys(meta_tensors(path), path)
     raise ValueError(f"no weights at {path}: give a folder in diffusers layout or a .safetensors file")
 
 
 def weight_file(folder: Path) -> Path | None:
-    """The one file that all of a folder's weights are in, where it is an export or a LoRA; else None."""
+    """Returns the single weight file of a folder that is an export or a LoRA; None for other folders."""
     if (folder / LORA_FILE).is_file():
         return folder / LORA_FILE
     if (folder / "config.json").is_file() or (folder / "model_index.json").is_file():
-        return None  # files of these names may be those of a network beside its configuration
+        return None  # beside a configuration, files of these names may belong to the network
     names = (COMFYUI_LORA_FILE, SINGLE_FILE)
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 @torch.no_grad()
 def _add_lora_file(module: Any, path: Path) -> None:
-    """Adds scale B A of each layer into its weight, in float32 or better."""
+    """Adds scale B A to the weight of each layer, computed in float32 or better."""
     adapters, note = read_lora(path, linear_shapes(module), module.config)
     for name, (down, up, scale) in adapters.items():
         weight = module.get_submodule(name).weight
-        precise = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
-        change = (up.to(**precise) @ down.to(**precise)) * scale
-        if not all_finite(change):
+        options = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
+        delta = (up.to(**options) @ down.to(**options)) * scale
+        if not all_finite(delta):
             raise ValueError(
                 f"{path}: the product of A, B and alpha / rank of {name} is not finite (largest values "
                 f"{float(down.abs().max()):.3g} and {float(up.abs().max()):.3g}, scale {scale:g}); "
-                "take adapters of a training that did not break"
+                "use adapters of a training run that did not diverge"
             )
-        weight += change.to(weight.dtype)
+        weight += delta.to(weight.dtype)
     if note and not rank():
         LOG.warning("%s: %s", path, note)

@@ -1,1 +1,1 @@
-"""Files of models: where they are, and reading tensors from them."""
+"""Model files: how they are located and how tensors are read from them."""

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder in diffusers layout, or a hub repository fetched into one."""
+"""Location of a model's files: a folder in diffusers layout, or a hub repository that is downloaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from g2rpo.models.flux.known import KNOWN, RANDOM
 from g2rpo.models.tiny import is_tiny, tiny_folder
 
 PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
-"""Folders of a FluxPipeline; the single-file copies beside them in FLUX.1-dev (24 GB) are not fetched."""
+"""Folders of a FluxPipeline; FLUX.1-dev's single-file copies beside them (24 GB) are not downloaded."""
 
-_WHOLE_FILE_BYTES = 256 * 2**20
+_FULLY_READ_BYTES = 256 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 2**20
 
 
 def local_folder(name: str | Path) -> Path:
-    """The folder that holds model `name`: itself if it is one, else the hub's snapshot of it.
+    """Returns the folder of the model `name`: the path itself if it is a folder, else the hub's snapshot.
 
     Raises:
-        ValueError: neither a folder nor a hub model that can be reached, or no model inside.
+        ValueError: `name` is neither a folder nor a reachable hub model, or the folder contains no model.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -43,10 +43,10 @@ def local_folder(name: str | Path) -> Path:
 
 
 def flux_folder(name: str | Path) -> Path:
-    """As `local_folder`, of a pipeline that this version trains; looked at before anything is loaded.
+    """Returns the folder of a FLUX model, as `local_folder`; no weights are read.
 
     Raises:
-        ValueError: as there, or another pipeline.
+        ValueError: as `local_folder`, or the model is not a FluxPipeline.
     """
     folder = local_folder(name)
     kind = read_json(folder / "model_index.json").get("_class_name")
@@ -56,16 +56,23 @@ def flux_folder(name: str | Path) -> Path:
 
 
 def config_folder(name: str | Path) -> Path:
-    """As `local_folder`, but of a hub model only the configuration files are fetched."""
+    """Returns a folder with the configuration of a model; only these files of a hub model are downloaded.
+
+    Raises:
+        ValueError: `name` is neither a folder nor a reachable hub model.
+    """
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else _hub_snapshot(str(name), "config.json", "tokenizer_config.json")
 
 
 def transformer_config(name: str) -> Mapping[str, Any]:
-    """Configuration of a model's transformer, as `load_policy` takes the name.
+    """Returns the configuration of a model's transformer.
+
+    Args:
+        name: name of the model, as in `load_policy`.
 
     Raises:
-        ValueError: no such model.
+        ValueError: there is no such model.
     """
     if name in (known := KNOWN | RANDOM):
         return known[name]["transformer"]
@@ -74,7 +81,7 @@ def transformer_config(name: str) -> Mapping[str, Any]:
 
 
 def _hub_snapshot(name: str, *files: str) -> Path:
-    """The hub's snapshot of a model, with all files of its parts or only those named."""
+    """Downloads a hub model and returns its folder, with all files of its parts or only `files` of each."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -93,7 +100,11 @@ def _hub_snapshot(name: str, *files: str) -> Path:
 
 
 def component_class(folder: Path, part: str) -> Any:
-    """The transformers class that model_index.json names for `part`, as the stock pipeline reads it."""
+    """Returns the transformers class that model_index.json names for `part`, as the diffusers pipeline does.
+
+    Raises:
+        ValueError: model_index.json names no class of transformers for `part`.
+    """
     import transformers
 
     index = read_json(folder / "model_index.json")
@@ -103,7 +114,10 @@ def component_class(folder: Path, part: str) -> Any:
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What diffusers' `from_pretrained` calls a dtype: `torch_dtype` until 0.39, where `dtype` is ignored."""
+    """Returns the keyword argument that sets the dtype in diffusers' `from_pretrained`.
+
+    It is `torch_dtype` up to diffusers 0.39, which ignores `dtype`, and `dtype` from 0.40 on.
+    """
     from importlib.metadata import version
 
     major, minor = (int(part) for part in version("diffusers").split(".")[:2])
@@ -111,7 +125,11 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError with the file's name where it is missing or is none."""
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: the file is missing or contains no JSON object; the message names the file.
+    """
     if not path.is_file():
         raise ValueError(f"missing {path}")
     try:
@@ -124,10 +142,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """sha256 over names and contents of all files under `paths`, 64 hex digits.
+    """Returns the sha256 (64 hex digits) of the names and contents of all files under `paths`.
 
-    Files above 256 MiB count with their size and 64 blocks of 1 MiB spread evenly: a retrained network
-    differs everywhere, and reading 9.5 GB of T5 at each start would cost more than it tells.
+    Of files above 256 MiB, only the size and 64 evenly spaced blocks of 1 MiB are hashed: a retrained network
+    differs everywhere, so this suffices, and reading 9.5 GB of T5 at each start would be slow.
     """
     digest = hashlib.sha256()
     for root in paths:
@@ -136,7 +154,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
             size = file.stat().st_size
             digest.update(f"{file.relative_to(root.parent)}:{size};".encode())
             with file.open("rb") as stream:
-                if size <= _WHOLE_FILE_BYTES:
+                if size <= _FULLY_READ_BYTES:
                     digest.update(stream.read())
                     continue
                 for i in range(_SAMPLES):

@@ -1,8 +1,8 @@
-"""Float8 for what only a reward sees: the linears of a network's blocks in 8 bits for a while (torchao).
+"""Temporary float8 computation in a network's linears (torchao), for images that are only scored.
 
-Weights are scaled by row and stored as e4m3, activations are scaled by row at each use, products run on the
-tensor cores' 8-bit path at twice the rate of bfloat16 and come out in bfloat16. Modulations and norms,
-embedders and adapters stay as they are: a few per cent of the work and the most sensitive part.
+Weights are scaled by row and stored as e4m3, activations are scaled by row at each use. Products use the
+tensor cores' 8-bit path, at twice the rate of bfloat16, and are returned in bfloat16. Modulations, norms,
+embedders and adapters are unchanged: they are the most sensitive part and only a few per cent of the work.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import nn
 
 @contextmanager
 def float8_linears(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """While it lasts, the blocks' linears multiply in 8 bits; their weights come back untouched.
+    """Runs the linears of `blocks` in 8 bits within the block, and restores their weights on exit.
 
-    Without gradient, on bfloat16 weights. The 8-bit copies are made here, from the weights as they are now.
+    Weights must be bfloat16, and no gradient is computed. The 8-bit copies are made on entry from the
+    current weights.
     """
-    linears = {module: module._parameters["weight"] for block in blocks for module in float8_able(block)}
+    linears = {module: module._parameters["weight"] for block in blocks for module in eligible_linears(block)}
     try:
         for module, weight in linears.items():
             assert weight is not None
@@ -33,10 +34,10 @@ def float8_linears(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def check_float8(precision: str, base_dtype: str) -> None:
-    """Can tails run in 8 bits under these settings?
+    """Checks that tails can run in 8 bits under these settings.
 
     Raises:
-        ValueError: other settings in the way, or no torchao.
+        ValueError: the settings do not allow it, or torchao is not installed.
     """
     if precision != "bfloat16" or base_dtype != "compute":
         raise ValueError(
@@ -47,8 +48,11 @@ def check_float8(precision: str, base_dtype: str) -> None:
         raise ValueError("tails_precision=float8 needs torchao, which is not installed: pip install torchao")
 
 
-def float8_able(block: nn.Module) -> list[nn.Linear]:
-    """The linears of a block that work in 8 bits: not its modulations, nor adapters; sizes of 16 only."""
+def eligible_linears(block: nn.Module) -> list[nn.Linear]:
+    """Returns the linears of a block that can run in 8 bits.
+
+    These are the linears whose sizes are multiples of 16, without modulations and adapters.
+    """
     return [
         module
         for name, module in block.named_modules()
@@ -64,10 +68,11 @@ def _quantised(weight: torch.Tensor) -> torch.Tensor:
     from torchao.quantization.quantize_.common import KernelPreference
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
-    how = {
+    options = {
         "granularity": PerRow(),
         "mm_config": Float8MMConfig(use_fast_accum=True),
-        "kernel_preference": KernelPreference.TORCH,  # not another package's kernels where one is installed
+        # Without this, kernels of another package would be used wherever it is installed.
+        "kernel_preference": KernelPreference.TORCH,
     }
-    activations = QuantizeTensorToFloat8Kwargs(**how)
-    return Float8Tensor.from_hp(weight.to(torch.bfloat16), **how, act_quant_kwargs=activations)
+    activations = QuantizeTensorToFloat8Kwargs(**options)
+    return Float8Tensor.from_hp(weight.to(torch.bfloat16), **options, act_quant_kwargs=activations)

@@ -1,6 +1,6 @@
-"""Reading a network's safetensors files: headers first, then of each tensor the rows that live here.
+"""Reading of a network's safetensors files: first the headers, then each tensor's rows of this process.
 
-A process holds one tensor of a file at a time, or its rows alone where the network is sharded.
+A process holds one tensor of a file at a time, or only its rows if the network is sharded.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from g2rpo.models.loading.files import read_json
 from g2rpo.runtime.sharding import local
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
+"""Key -> (dtype as safetensors names it, shape)."""
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 """Dtypes of a network's weights, as safetensors names them."""
 
-Places = Mapping[str, tuple[Path, Source]]
-"""Parameter name -> the file that holds it, and its rows there."""
+Locations = Mapping[str, tuple[Path, Source]]
+"""Parameter name -> the file that contains it, and its rows there."""
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Parameter name -> safetensors file, of a folder that diffusers wrote, in one file or several.
+    """Returns parameter name -> safetensors file for a folder that diffusers wrote, in one file or several.
 
     Raises:
-        ValueError: no such files, or one of them missing or damaged.
+        ValueError: the folder has no such files, or one of them is missing or damaged.
     """
     name = "diffusion_pytorch_model.safetensors"
     index = folder / f"{name}.index.json"
@@ -44,21 +45,21 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return files
     if not (folder / name).is_file():
         raise ValueError(f"{folder} holds no {name} (nor an index of several); fetch the model again")
-    return dict.fromkeys(header(folder / name), folder / name)
+    return dict.fromkeys(meta_tensors(folder / name), folder / name)
 
 
 def read_header(path: Path) -> Header:
-    """Key -> (dtype as safetensors names it, shape) of a whole, sound file; no tensor is read.
+    """Reads the header of a safetensors file and checks that the file is complete; reads no tensor.
 
     Raises:
-        ValueError: the file is damaged, is something else, or cannot be read; the message says which.
+        ValueError: the file is damaged, has another format, or cannot be read; the message says which.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="np") as file:  # torch would claim the memory of it all
+        with safe_open(path, framework="np") as file:  # torch would allocate memory for the complete file
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
-            return {key: (str(one.get_dtype()), tuple(one.get_shape())) for key, one in slices.items()}
+            return {key: (str(s.get_dtype()), tuple(s.get_shape())) for key, s in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} {_cause_of_damage(path, error)}") from error
     except OSError as error:
@@ -81,7 +82,7 @@ def _cause_of_damage(path: Path, error: Exception) -> str:
 
 
 def _declared_bytes(path: Path) -> int | None:
-    """Size that a safetensors file should have by its own header; None: the header is not whole."""
+    """Returns the file size in bytes that a safetensors header declares; None: the header is damaged."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > path.stat().st_size:
@@ -94,8 +95,8 @@ def _declared_bytes(path: Path) -> int | None:
             return None
 
 
-def header(path: Path) -> dict[str, Tensor]:
-    """Key -> a tensor of that shape without storage.
+def meta_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns key -> tensor on the meta device, with the shape that the header of a file states.
 
     Raises:
         ValueError: as `read_header`.
@@ -107,99 +108,111 @@ def header(path: Path) -> dict[str, Tensor]:
     return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
 
 
-def headers(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """As `header`, of the keys of several files; a key that its file lacks is left out."""
-    read = {path: header(path) for path in dict.fromkeys(files.values())}
-    return {key: read[path][key] for key, path in files.items() if key in read[path]}
+def meta_tensors_of(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Returns `meta_tensors` of several files.
+
+    Args:
+        files: key -> file; a key that its file does not contain is omitted from the result.
+    """
+    by_file = {path: meta_tensors(path) for path in dict.fromkeys(files.values())}
+    return {key: by_file[path][key] for key, path in files.items() if key in by_file[path]}
 
 
-def differences(module: nn.Module, given: Mapping[str, Tensor]) -> list[str]:
-    """Where names and shapes are not those of the module's parameters."""
+def mismatches(module: nn.Module, given: Mapping[str, Tensor]) -> list[str]:
+    """Lists how the names and shapes of `given` differ from those of the module's parameters."""
     own = dict(module.named_parameters())
-    found = [f"{name} missing" for name in own.keys() - given.keys()]
-    found += [f"{name} unknown" for name in given.keys() - own.keys()]
-    found += [
+    problems = [f"{name} missing" for name in own.keys() - given.keys()]
+    problems += [f"{name} unknown" for name in given.keys() - own.keys()]
+    problems += [
         f"{name} has shape {tuple(given[name].shape)}, not {tuple(own[name].shape)}"
         for name in own.keys() & given.keys()
         if given[name].shape != own[name].shape
     ]
-    return sorted(found)
+    return sorted(problems)
 
 
-def read_weights(module: nn.Module, files: Mapping[str, Path], where: Path) -> None:
-    """Copies each parameter of `module` from its file, of the same name.
+def read_weights(module: nn.Module, files: Mapping[str, Path], folder: Path) -> None:
+    """Copies each parameter of `module` from the tensor of the same name.
+
+    Args:
+        module: a network, sharded or not.
+        files: parameter name -> safetensors file.
+        folder: folder of the files, for the error message.
 
     Raises:
-        ValueError: names or shapes that differ, or a damaged file.
+        ValueError: names or shapes differ, or a file is damaged.
     """
-    if problems := differences(module, headers(files)):
+    if problems := mismatches(module, meta_tensors_of(files)):
         shown = "; ".join(problems[:3])
-        raise ValueError(f"{where} does not fit its config.json ({len(problems)} differences: {shown}, …)")
+        raise ValueError(f"{folder} does not fit its config.json ({len(problems)} differences: {shown}, …)")
     copy_rows(module, {name: (path, Source(name)) for name, path in files.items()})
 
 
-def check_dtypes(places: Places) -> None:
-    """Whether the tensors at `places` hold floating-point numbers, from the headers of their files.
+def check_dtypes(locations: Locations) -> None:
+    """Checks in the headers of the files that the tensors at `locations` are floating-point tensors.
 
     Raises:
-        ValueError: integers, booleans, complex numbers or packed formats.
+        ValueError: a tensor contains integers, booleans, complex numbers or a packed format.
     """
-    found = {path: read_header(path) for path in dict.fromkeys(path for path, _ in places.values())}
+    headers = {path: read_header(path) for path in dict.fromkeys(path for path, _ in locations.values())}
     wrong = sorted(
         {
-            f"{source.key} is {found[path][source.key][0]} in {path}"
-            for path, source in places.values()
-            if found[path][source.key][0] not in FLOATS
+            f"{source.key} is {headers[path][source.key][0]} in {path}"
+            for path, source in locations.values()
+            if headers[path][source.key][0] not in FLOATS
         }
     )
     if wrong:
         raise ValueError(
             f"{len(wrong)} tensors hold no floating-point numbers: {'; '.join(wrong[:3])}; allowed are "
-            f"{', '.join(FLOATS)}: g2rpo reads no quantised weights, take the file before quantisation"
+            f"{', '.join(FLOATS)}: g2rpo reads no quantised weights, use the file before quantisation"
         )
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
+    """Returns whether no element is NaN or infinite."""
     return all(map(math.isfinite, value_range(tensor))) if tensor.numel() else True
 
 
 def value_range(tensor: Tensor) -> tuple[float, float]:
-    """Smallest and largest element, both NaN if one is NaN; one pass, without a copy but for float8."""
+    """Returns the smallest and the largest element; both are NaN if any element is.
+
+    It takes one pass and no copy, except for float8.
+    """
     low, high = torch.aminmax(tensor if tensor.dtype.itemsize > 1 else tensor.float())
     return float(low), float(high)
 
 
 @torch.no_grad()
-def copy_rows(module: nn.Module, places: Places) -> None:
-    """Copies what this process holds of each parameter; names and shapes are right (`differences`).
+def copy_rows(module: nn.Module, locations: Locations) -> None:
+    """Copies this process's rows of each parameter; names and shapes must fit (see `mismatches`).
 
     Raises:
-        ValueError: a tensor with NaN or infinite values, or no floating-point numbers.
+        ValueError: a tensor has NaN or infinite values, or is not a floating-point tensor.
     """
     from safetensors import safe_open
 
-    check_dtypes(places)
+    check_dtypes(locations)
     parameters = dict(module.named_parameters())
-    for path in dict.fromkeys(path for path, _ in places.values()):
+    for path in dict.fromkeys(path for path, _ in locations.values()):
         with safe_open(path, framework="pt") as file:
-            for name, (held_by, source) in places.items():
+            for name, (source_path, source) in locations.items():
                 first, last = local_rows(parameters[name])
-                if held_by == path and first < last:
+                if source_path == path and first < last:
                     stored: Any = file.get_slice(source.key)
                     rows = source.read(stored, first, last)
                     parameter = local(parameters[name])
                     parameter.copy_(rows)
-                    # On the device it is free; float8 has neither infinities nor this reduction.
+                    # The check costs nothing on the device; float8 has neither infinities nor this reduction.
                     if not all_finite(parameter if parameter.dtype.itemsize > 1 else rows):
                         raise ValueError(
                             f"{path}: {source.key} has NaN or infinite values; weights must be finite: "
-                            "fetch the file again, or take an earlier checkpoint of it"
+                            "fetch the file again, or use an earlier checkpoint"
                         )
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:
-    """First and last (exclusive) row of a parameter that this process holds."""
+    """Returns the first and the last (exclusive) row of a parameter that this process holds."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(
