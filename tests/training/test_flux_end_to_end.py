@@ -177,7 +177,7 @@ def test_a_torn_checkpoint_is_passed_over(trained, tmp_path, caplog):
     output, _ = g2rpo("train", *trained.words, f"out={torn}")
     before = f"step_{ITERATIONS - 1:06d}"
     assert (
-        f"{file.name} has {size // 2} of its {size} bytes); using the newest whole checkpoint, {before}"
+        f"{file.name} has {size // 2} of its {size} bytes); using the newest intact checkpoint, {before}"
         in caplog.text
     )
     assert f"from iteration {ITERATIONS - 1} on" in output.replace("\n", " ")
