@@ -40,7 +40,7 @@ def main() -> None:
     pretend(given.processes)
     from g2rpo.training.trainer import Trainer
 
-    Trainer.save = Trainer._watch = lambda self, *_, **__: None
+    Trainer.save = Trainer._evaluate = lambda self, *_, **__: None
     Trainer(settings).run()
     print(f"{settings.out}/metrics.jsonl holds peak_memory_gb and seconds")
 

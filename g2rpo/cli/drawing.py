@@ -1,6 +1,5 @@
 """Arguments that `g2rpo evaluate` and `g2rpo gallery` share, and the request made from them."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,13 +70,14 @@ def drawing_of(
         raise ValueError(f"--steps {steps}: give whole numbers separated by commas, such as 10,20") from None
     number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     from g2rpo.data.prompts import Prompt, read_prompts
+    from g2rpo.runtime.processes import is_first_process
 
     requested: list[Prompt] = []
     if prompt:
         requested += [Prompt(text, {}, index) for index, text in enumerate(prompt_texts(prompt, None))]
     if prompts is not None:
         from_source, report = read_prompts(prompts)
-        if first_process():
+        if is_first_process():
             print(report)
         requested += from_source
     if not requested:
@@ -87,8 +87,3 @@ def drawing_of(
     from g2rpo.inference.sample import SampleRequest
 
     return SampleRequest(tuple(requested[:limit]), numbers, shift=number, **others)
-
-
-def first_process() -> bool:
-    """Whether this process is the one that prints, which is also true without torchrun."""
-    return os.environ.get("RANK", "0") == "0"

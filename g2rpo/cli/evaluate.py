@@ -26,7 +26,6 @@ from g2rpo.cli.drawing import (
     Shift,
     Then,
     drawing_of,
-    first_process,
 )
 
 
@@ -88,6 +87,7 @@ def evaluate(
     sys.path.append(os.getcwd())
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models
     from g2rpo.evaluation.tables import notes, split
+    from g2rpo.runtime.processes import is_first_process
 
     done = evaluate_models(
         models,
@@ -100,7 +100,7 @@ def evaluate(
     )
     if done.interrupted:
         raise typer.Exit(130)
-    if first_process():
+    if is_first_process():
         rows = [
             (label, str(n), name, str(mean.prompts), *split(mean, done.differences.get((n, label, name))))
             for (n, label, name), mean in done.means.items()

@@ -22,7 +22,6 @@ from g2rpo.cli.drawing import (
     Shift,
     Then,
     drawing_of,
-    first_process,
 )
 
 
@@ -75,11 +74,12 @@ def gallery(
         conditions={"guidance": guidance, "resolution": resolution, "precision": precision},
     )
     from g2rpo.evaluation.gallery import gallery as draw_gallery
+    from g2rpo.runtime.processes import is_first_process
 
     done = draw_gallery(
         models, drawing, labels=None if labels is None else labels.split(","), out=out, say=print
     )
     if done.interrupted:
         raise typer.Exit(130)
-    if first_process():
+    if is_first_process():
         print(f"{done.file}: {', '.join(done.labels)}")

@@ -17,7 +17,9 @@ from g2rpo.cli.console import (
 )
 
 if TYPE_CHECKING:
+    from g2rpo.config.settings import Settings
     from g2rpo.evaluation.before_after import Change
+    from g2rpo.training.result import Run
 
 
 def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
@@ -36,12 +38,20 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
     sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that rewards.my_file:score=1 finds ./my_file.py
-    from g2rpo.run.best import kept_best
+    from g2rpo.runtime.processes import is_first_process
     from g2rpo.training.trainer import train as train_run
 
     run = train_run(settings)
     if run.interrupted:
         raise typer.Exit(130)
+    if is_first_process():
+        _print_result(run, settings)
+
+
+def _print_result(run: Run, settings: Settings) -> None:
+    """Prints what changed, and the commands that use the run."""
+    from g2rpo.run.best import kept_best
+
     if run.changes:
         headers = ("images", "reward (* trained)", "before", "after", "change", "± SE", "n")
         print_table(headers, [_scores(change) for change in run.changes])

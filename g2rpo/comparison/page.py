@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from g2rpo.comparison.curves import AXES, SMOOTHED, Band, band
 from g2rpo.comparison.tables import UNITS, Compared, Table, how_to_read, title_of, warning
+from g2rpo.evaluation.plots import make_figure
 from g2rpo.runtime.files import atomic_path, write_atomic
 
 if TYPE_CHECKING:
@@ -84,16 +85,6 @@ def _styles(compared: Compared) -> dict[str, tuple[str, str]]:
     }
 
 
-def _figure(width: float, height: float) -> Figure:
-    # Not pyplot: it keeps global state and may look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _save(figure: Figure, target: Path | io.BytesIO, kind: str) -> None:
     import matplotlib
 
@@ -107,7 +98,7 @@ def write_curves(folder: Path, compared: Compared) -> None:
     """Writes FOLDER/curves.png and .svg, one row per metric and one column per axis."""
     metrics, styles = compared.metrics(), _styles(compared)
     lines = -(-len(compared.arms) // 3)
-    figure = _figure(15.0, 2.9 * len(metrics) + 0.25 * lines + 0.4)
+    figure = make_figure(15.0, 2.9 * len(metrics) + 0.25 * lines + 0.4)
     handles: dict[str, Any] = {}
     for row, metric in enumerate(metrics):
         bands = bands_of(compared, metric)
@@ -128,7 +119,7 @@ def write_curves(folder: Path, compared: Compared) -> None:
 
 def _panel(compared: Compared, metric: str, axis: str) -> str:
     """One panel as an <img> with the SVG inside."""
-    figure = _figure(4.4, 3.0)
+    figure = make_figure(4.4, 3.0)
     bands = bands_of(compared, metric)
     _draw(figure.add_subplot(), bands, _styles(compared), axis)
     buffer = io.BytesIO()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from g2rpo.runtime.files import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -28,6 +32,24 @@ def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
         save_curves(panels, path)
 
 
+def make_figure(width: float, height: float) -> Figure:
+    """A matplotlib figure of that size in inches, drawn by Agg.
+
+    pyplot is not used: it keeps global state and may look for a display. MPLBACKEND, which a notebook or a
+    shell may have set to a backend that is not installed here, is hidden while matplotlib is imported.
+    """
+    inherited = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    finally:
+        if inherited is not None:
+            os.environ["MPLBACKEND"] = inherited
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def save_curves(
     curves: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
     path: Path,
@@ -43,16 +65,11 @@ def save_curves(
     Raises:
         ValueError: no panels.
     """
-    # Not pyplot: it keeps global state and may look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     if not curves:
         raise ValueError("no curves to draw; give at least one panel")
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(4.2 * columns, 3.0 * rows)
     for i, (panel, lines) in enumerate(curves.items()):
         axes = figure.add_subplot(rows, columns, i + 1)
         for name, (x, y) in lines.items():

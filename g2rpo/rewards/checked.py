@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.exits import RewardExited, exits_reported
+from g2rpo.rewards.isolation import restored_state
 
 if TYPE_CHECKING:
     from g2rpo.rewards.base import Metadata, Reward
@@ -64,12 +65,12 @@ class CheckedReward:
             raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; give one per image")
         inputs = isolated_inputs(self.reward, images, prompts, metadata)
         try:
-            with exits_reported(self.name, "while scoring"):
+            with exits_reported(self.name, "while scoring"), restored_state():
                 scores = self.reward(*inputs)
                 self.last_error = getattr(self.reward, "last_error", None) or self.last_error
         except (KeyboardInterrupt, RewardExited):
             raise
-        except BaseException as error:  # the only handler of this kind: tests/test_house.py
+        except BaseException as error:  # the only handler of this kind: tests/repo/test_conventions.py
             # BaseException, because a cancelled task or a custom subclass is a failure of this call only.
             self._log_failure(error, n)
             return torch.full((n,), torch.nan)
@@ -87,7 +88,7 @@ class CheckedReward:
 
     def describe(self) -> str | None:
         """Returns the reward's own description (its `describe()`) for the log, or None if it has none."""
-        with exits_reported(self.name, "while describing itself"):
+        with exits_reported(self.name, "while describing itself"), restored_state():
             describe = getattr(self.reward, "describe", None)
             return str(describe()) if callable(describe) else None
 

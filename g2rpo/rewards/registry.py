@@ -15,6 +15,7 @@ import torch
 from g2rpo.rewards.base import Options
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.exits import exits_reported
+from g2rpo.rewards.isolation import restored_state
 from g2rpo.runtime.text import did_you_mean
 
 REWARDS: dict[str, str] = {
@@ -50,7 +51,7 @@ def load_reward(name: str, device: torch.device, options: Options | None = None)
         ValueError: an unknown name, nothing usable at `module:attribute`, an unknown option, or code that
             ends the program (RewardExited).
     """
-    with exits_reported(name, "while being created"):
+    with exits_reported(name, "while being created"), restored_state():
         return _loaded(name, device, dict(options or {}))
 
 

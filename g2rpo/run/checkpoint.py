@@ -50,7 +50,7 @@ from g2rpo.run.folder import (
     write_pointer,
 )
 from g2rpo.runtime.files import sync_folder, write_synced
-from g2rpo.runtime.processes import barrier, gathered, rank
+from g2rpo.runtime.processes import barrier, environment_number, gathered, rank
 from g2rpo.runtime.random import random_state, set_random_state
 from g2rpo.runtime.sharding import local
 
@@ -140,7 +140,7 @@ def save_checkpoint(
 
 def _writers() -> int:
     """Threads that write files: one thread is slower than a disk, and the local processes share the cores."""
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_processes = max(1, environment_number("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, (os.cpu_count() or 1) // local_processes))
 
 

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from g2rpo.config.settings import Settings
 from g2rpo.runtime.files import write_atomic
-from g2rpo.runtime.processes import any_process, barrier, rank
+from g2rpo.runtime.processes import any_process, barrier, is_first_process, rank
 
 LOG = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def exclusive(out: Path) -> Iterator[None]:
         ValueError: another run is using the folder.
     """
     lock = _lock(out)
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = is_first_process()
     lockable = out.is_dir() and os.access(out, os.W_OK)  # otherwise check_files reports the problem
     if is_first and lockable and not _acquired(lock):
         raise ValueError(_in_use(out))

@@ -16,16 +16,49 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What each of several processes needs besides WORLD_SIZE."""
+
+
+def environment_number(name: str, default: int) -> int:
+    """The value of one of torchrun's environment variables; an empty one counts as not set.
+
+    Raises:
+        ValueError: it is not a whole number from 0.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment variable {name}={text!r} is not a whole number from 0; torchrun sets it for "
+            f"several processes, so unset it for a run of one (unset {name})"
+        )
+    return int(text)
+
+
+def is_first_process() -> bool:
+    """Whether this process prints for the whole run; known also where there is no process group (yet)."""
+    return environment_number("RANK", 0) == 0
+
 
 def start_processes(device: torch.device) -> None:
     """Joins the process group that torchrun started; does nothing in a run of one process.
 
     Objects and CPU tensors are communicated by gloo, GPU tensors by NCCL.
+
+    Raises:
+        ValueError: several processes, but a variable that torchrun sets for them is missing.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if environment_number("WORLD_SIZE", 1) <= 1 or dist.is_initialized():
         return
+    if missing := [name for name in TORCHRUN_VARIABLES if not os.environ.get(name, "").strip()]:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this is one of several processes, but "
+            f"{', '.join(missing)} is not set; start them with torchrun, or unset WORLD_SIZE for a run of one"
+        )
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(environment_number("LOCAL_RANK", 0))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device())
         )

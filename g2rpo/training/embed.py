@@ -24,7 +24,14 @@ from g2rpo.models.loading.files import flux_folder
 from g2rpo.models.policy import Conditioning
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.interrupt import interruptible
-from g2rpo.runtime.processes import any_process, gathered, rank, resolve_device, world_size
+from g2rpo.runtime.processes import (
+    any_process,
+    environment_number,
+    gathered,
+    rank,
+    resolve_device,
+    world_size,
+)
 from g2rpo.runtime.progress import show_progress
 from g2rpo.training.run_prompts import run_prompts
 
@@ -147,7 +154,7 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
     Raises:
         ValueError: prompts or a model that cannot be read, or too little space for the embeddings.
     """
-    number, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    number, processes = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     console = Console(quiet=True) if number else console or Console()
     say = _printer(console)
     texts = run_prompts(settings)
@@ -231,8 +238,8 @@ class _Filling:
 
 def _local_device(setting: str) -> torch.device:
     device = resolve_device(setting)
-    if device.type == "cuda" and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda" and os.environ.get("LOCAL_RANK"):
+        return torch.device("cuda", environment_number("LOCAL_RANK", 0))
     return device
 
 

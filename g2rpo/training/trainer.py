@@ -53,6 +53,7 @@ from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     any_process,
     end_processes,
+    environment_number,
     gathered,
     rank,
     resolve_device,
@@ -82,7 +83,7 @@ def train(settings: Settings) -> Run:
         RunStopped: too many samples without a reward, a reward whose code ended the program, or a gradient
             that is not a number.
     """
-    out = Path(settings.out).expanduser()
+    out = Path(_absolute_folders(settings)["out"])
     try:
         with exclusive(out):
             return Trainer(settings).run()
@@ -92,13 +93,19 @@ def train(settings: Settings) -> Run:
         end_processes()
 
 
+def _absolute_folders(settings: Settings) -> dict[str, str]:
+    return {name: str(Path(getattr(settings, name)).expanduser().absolute()) for name in ("out", "cache")}
+
+
 class Trainer:
     """State of a run: the policy, its optimizer, and how far it got."""
 
     def __init__(self, settings: Settings) -> None:
-        settings = settings.resolved()
+        self.recorded_settings = settings = settings.resolved()
         check_files(settings)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        # Code of a reward may change the working directory; the run stays in its folders.
+        settings = settings.model_copy(update=_absolute_folders(settings))
+        processes = max(1, environment_number("WORLD_SIZE", 1))
         if settings.prompts_per_iteration % processes:
             raise ValueError(
                 f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly "
@@ -108,7 +115,7 @@ class Trainer:
         start_processes(device)
         mesh = sharding_mesh(device, settings.shard_size)
         self.settings = settings
-        self.out = Path(settings.out).expanduser()
+        self.out = Path(settings.out)
         prompts, report = read_prompts(settings.prompts)
         eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
@@ -116,10 +123,10 @@ class Trainer:
         self.stream = PromptStream(prompts, settings.seed)
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
-        self.focus = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
-        met = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
+        self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
+        trained_prompts = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
         self.comparison = Comparison.of(
-            settings.compare_images, settings.eval_num_steps, met, prompts, eval_prompts
+            settings.compare_images, settings.eval_num_steps, trained_prompts, prompts, eval_prompts
         )
         if kept.get("iteration", 0) > 0:
             self.comparison = self.comparison.resumed(self.out)
@@ -152,9 +159,11 @@ class Trainer:
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
         self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
         self.step = 0
-        self.whole = True  # all of the state is that of `step` iterations
-        self.saving: dict[str, float] = {}  # of the checkpoint before; the next line of metrics tells it
-        self.watcher = Evaluator(
+        self.mid_update = False  # then the weights are not those of `step` iterations
+        self.checkpoint_seconds: dict[
+            str, float
+        ] = {}  # of the checkpoint before; the next line of metrics tells it
+        self.evaluator = Evaluator(
             self.policy,
             self.rewards,
             self.cache,
@@ -162,7 +171,7 @@ class Trainer:
             self.algorithm.shift,
             self.rollout_batch,
         )
-        self.schedule = EvaluationPlan.of(settings, prompts, eval_prompts)
+        self.evaluation_plan = EvaluationPlan.of(settings, prompts, eval_prompts)
 
     def run(self) -> Run:
         """Trains until the last iteration, `stop_after`, or a signal.
@@ -176,7 +185,7 @@ class Trainer:
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_checkpoint_space(self.out, self.parameters, self.ema, last - self.step)
         notes = ["" if self.checkpoint else restart_note(self.out)]
-        begin_run(self.out, settings)
+        begin_run(self.out, self.recorded_settings)
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
@@ -207,7 +216,7 @@ class Trainer:
         if self.checkpoint is None:
             seed_everything(self.settings.seed)
             return
-        state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.focus}
+        state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.curriculum}
         state |= {"ema": self.ema} if self.ema else {}
         self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
 
@@ -220,12 +229,12 @@ class Trainer:
             progress.note(note)
         if self.step == 0 and self.comparison.sets:
             progress.note("drawing with the untrained model")
-            self.comparison.draw_before(self.watcher, self.out)
-        if self._watch(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
+            self.comparison.draw_before(self.evaluator, self.out)
+        if self._evaluate(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
             self.save(best=True)
         while self.step < last:
             self._iterate(writer, progress)
-            best = self._watch(writer, progress)
+            best = self._evaluate(writer, progress)
             if best or self.step % self.settings.checkpoint_every == 0 or self.step == last:
                 self._save_timed(best, progress)
             if any_process(self.interrupt.requested):
@@ -236,14 +245,14 @@ class Trainer:
         began = time.perf_counter()
         self.save(best=best)
         seconds = time.perf_counter() - began
-        self.saving = {"seconds_checkpoint": seconds}
+        self.checkpoint_seconds = {"seconds_checkpoint": seconds}
         reason = f"the best yet by {self.settings.keep_best}: " if best else ""
         progress.note(f"{reason}checkpoint in {seconds:.1f} s")
 
     def _stopped(self, progress: RunProgress) -> Run:
         """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
         try:
-            if self.whole and not self.interrupt.requested_again:
+            if not self.mid_update and not self.interrupt.requested_again:
                 self.save()
         except KeyboardInterrupt:
             pass
@@ -255,13 +264,14 @@ class Trainer:
     def _iterate(self, writer: MetricsWriter, progress: RunProgress) -> None:
         began, interrupt = time.perf_counter(), self.interrupt
         with interrupt.deferred(), self.policy.resident():  # all gather the weights together
-            rollouts, cond, told = interrupt.together(self.explore)
+            rollouts, cond, rollout_metrics = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
-            learned = self.learn(rollouts, cond)
-            metrics = {"step": self.step, "seconds": time.perf_counter() - began, **told, **learned}
-            writer.write(metrics | self.saving | peak_memory(self.policy.device))
-            self.saving = {}
-            self.whole, self.random = True, random_state()
+            update_metrics = self.learn(rollouts, cond)
+            seconds = time.perf_counter() - began
+            metrics = {"step": self.step, "seconds": seconds, **rollout_metrics, **update_metrics}
+            writer.write(metrics | self.checkpoint_seconds | peak_memory(self.policy.device))
+            self.checkpoint_seconds = {}
+            self.mid_update, self.random = False, random_state()
         progress.update(metrics)
 
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
@@ -272,13 +282,13 @@ class Trainer:
         settings, algorithm = self.settings, self.algorithm
         timer = Timer(self.policy.device)
         share = settings.prompts_per_iteration // world_size()
-        positions = self.focus.upcoming(settings.prompts_per_iteration)[rank() * share :][:share]
+        positions = self.curriculum.upcoming(settings.prompts_per_iteration)[rank() * share :][:share]
         prompts = [self.stream.at(position, 1)[0] for position in positions]
         texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
         cond = self.cache.get(self.policy, texts)
         samples = explore(
             self.policy,
-            self.focus.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            self.curriculum.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
             self.sigmas,
             cond,
             group_size=settings.group_size,
@@ -304,29 +314,29 @@ class Trainer:
             decode_batch=settings.decode_batch,
             timer=timer,
         )
-        told = {f"seconds_{part}": value for part, value in timer.seconds().items()}
+        seconds = {f"seconds_{part}": value for part, value in timer.seconds().items()}
         trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
         a_row = algorithm.forwards_per_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
         nfe = {
             "nfe": samples.nfe["total"] * world_size(),
             "nfe_update": settings.prompts_per_iteration * trained_rows * a_row,
         }
-        return rollouts, cond, {**nfe, **told}
+        return rollouts, cond, {**nfe, **seconds}
 
     def learn(self, rollouts: Sequence[Rollout], cond: Conditioning) -> dict[str, float]:
         """Second half: advantages, loss, optimizer. Counts the iteration."""
         settings, algorithm = self.settings, self.algorithm
         began = time.perf_counter()
-        judged = [one for share in gathered([r.for_statistics() for r in rollouts]) for one in share]
-        self._check_valid(judged)
-        advantages = advantages_of(judged, algorithm, list(settings.rewards.values()))
+        every_rollout = [r for share in gathered([r.for_statistics() for r in rollouts]) for r in share]
+        self._check_valid(every_rollout)
+        advantages = advantages_of(every_rollout, algorithm, list(settings.rewards.values()))
         first = rank() * len(rollouts)
         own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
         rate = learning_rate(
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
         set_learning_rate(self.optimizer, rate)
-        self.whole = False
+        self.mid_update = True
         learned = update(
             self.policy,
             algorithm,
@@ -341,15 +351,15 @@ class Trainer:
         update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
         names = list(settings.rewards)
-        rewards = reward_metrics(judged, names, advantages, algorithm.advantage_clip)
-        rewards |= self.focus.observe(judged, advantages, names)
+        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip)
+        rewards |= self.curriculum.observe(every_rollout, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
     def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
         if invalid_share(rollouts) > self.settings.max_invalid_fraction:
             self.save()
-            told = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
-            errors = {name: error for one in told for name, error in one.items()}
+            own_errors = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
+            errors = {name: error for errors in own_errors for name, error in errors.items()}
             raise too_many_invalid(self.settings, self.step, rollouts, errors)
 
     def save(self, best: bool = False) -> None:
@@ -358,18 +368,18 @@ class Trainer:
         if latest is not None and latest.name == f"step_{self.step:06d}":
             return mark_best(self.out, self.step, judge) if judge is not None else None
         state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
-        state |= {"focus": self.focus, "rollout_batch": self.rollout_batch, "random": self.random}
+        state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
         state |= {"ema": self.ema} if self.ema else {}
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
         with self.interrupt.deferred():  # half a checkpoint is none
             save_checkpoint(self.out, self.step, state, best=judge, **keep)
 
-    def _watch(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
+    def _evaluate(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
         """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
-            evaluated = self.schedule.evaluate_if_due(
-                self.watcher, self.out, self.step, writer, progress, ends=ends, missing=missing
+            evaluated = self.evaluation_plan.evaluate_if_due(
+                self.evaluator, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
         self.random = random_state()
         if judge is None or not evaluated:
@@ -382,4 +392,4 @@ class Trainer:
             return []
         progress.note("drawing the same with the trained model")
         with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
-            return self.comparison.draw_after(self.watcher, self.out, list(self.settings.rewards))
+            return self.comparison.draw_after(self.evaluator, self.out, list(self.settings.rewards))

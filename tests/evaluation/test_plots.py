@@ -1,5 +1,9 @@
 """Curves as figures: colours of the lines, file types, nothing to plot."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from PIL import Image
 
@@ -19,3 +23,15 @@ def test_curves_are_drawn(tmp_path):
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     with pytest.raises(ValueError, match="no curves"):
         save_curves({}, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("backend", ["module://not_there", "nonsense", "TkAgg"])
+def test_an_inherited_backend_does_not_matter(tmp_path, backend):
+    code = (
+        "from pathlib import Path; from g2rpo.evaluation.plots import write_curves;"
+        f"write_curves(Path({str(tmp_path / 'curve.png')!r}), [{{'step': 1, 'reward/x': 0.5}}])"
+    )
+    environment = {**os.environ, "MPLBACKEND": backend}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -114,3 +114,10 @@ def _command(words, cwd, environment, files) -> None:
     from g2rpo.__main__ import app
 
     app(prog_name="g2rpo")
+
+
+def command_as(*words: str) -> None:
+    """`g2rpo WORDS` in this process, one of several."""
+    from g2rpo.__main__ import app
+
+    app(list(words), prog_name="g2rpo")
