@@ -24,7 +24,7 @@ def test_plan_is_the_commands():
     settings = load_settings("flux_lora_1gpu", {"prompts": "world:train"})
     assert costs == plan_here(settings, gpu="H200", memory_gb=141)
     assert costs.forwards["total"] > 1000 and costs.seconds["rollout"] > 1
-    with pytest.raises(ValueError, match="the table of measured times holds"):
+    with pytest.raises(ValueError, match="the table of measured times has"):
         g2rpo.plan(gpu="abacus")
 
 

@@ -44,7 +44,7 @@ def refused(folder, *arguments):
         (["typo.toml"], ["typo.toml", "'group_sise'", "did you mean 'group_size'"]),
         (["missing.toml", HOLLOW], ["no recipe 'missing.toml'", "tiny"]),
         (["broken.toml", HOLLOW], ["broken.toml:2:"]),
-        ([HOLLOW, "eta=0"], ["eta must be > 0 to train"]),
+        ([HOLLOW, "eta=0"], ["eta must be > 0 for training"]),
         (["tiny", HOLLOW, "lr"], ["'lr' is not key=value"]),
         ([HOLLOW, "lerning_rate=1"], ["'lerning_rate'"]),
         ([HOLLOW, "prompts=missing.txt"], ["no prompt file 'missing.txt'"]),

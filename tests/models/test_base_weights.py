@@ -166,7 +166,7 @@ def test_an_export_of_adapters_opens_on_the_same_weights(base, files, tmp_path, 
 def test_what_is_no_file_of_weights_is_refused_with_the_settings(tmp_path, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "weights.pt").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=rf"weights='.*{name}' is no \.safetensors file"):
+    with pytest.raises(ValueError, match=rf"weights='.*{name}' is not an existing \.safetensors file"):
         load_settings("tiny", [f"weights={tmp_path / name}"])
 
 

@@ -77,6 +77,7 @@ def test_the_package_stays_small():
     assert max(sizes.values()) < FILE_MB, max(sizes, key=sizes.__getitem__)
 
 
+@pytest.mark.long
 def test_the_shipped_tuning_beats_the_base(policy):
     """Paired on 48 unseen prompts: the verifier's score, which the tuning did not use, must not fall."""
     prompts = [text for text, _ in prompt_set("heldout", 48)]
@@ -169,6 +170,7 @@ def test_colourful_backgrounds_win_where_the_caption_names_none():
     assert white_wins[1.0] > 0.9  # the contrastive term of its training still holds a stated background
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("groups", "num", "band"), [(1, 64, ONE_GROUP), (2, 32, TWO_GROUPS)])
 def test_base_quality_leaves_room_to_learn(policy, groups, num, band):
     scenes = sample_compositions(num, seeded(8), held_out=True, two_groups=float(groups - 1))

@@ -90,7 +90,12 @@ def gradients(checkpoint: dict) -> dict:
     return {name: value for name, value in checkpoint["optimizer"].items() if name.endswith(".exp_avg")}
 
 
-@pytest.mark.parametrize("method", METHODS)
+LONG_METHODS = ("full", "path, an update a part of the members")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=pytest.mark.long if m in LONG_METHODS else ()) for m in METHODS]
+)
 def test_two_processes_train_what_one_trains(method, tmp_path):
     settings = [*SETTINGS, *METHODS[method], "precision=float64", f"cache={tmp_path / 'cache'}"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -155,7 +160,9 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
         assert apart(first[part], second[part]) > 1e-6
 
 
-@pytest.mark.parametrize("way", ["SIGTERM to torchrun", "SIGINT to all processes"])
+@pytest.mark.parametrize(
+    "way", ["SIGTERM to torchrun", pytest.param("SIGINT to all processes", marks=pytest.mark.long)]
+)
 def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tmp_path, way):
     run = tmp_path / "run"
     settings = [
@@ -279,6 +286,7 @@ def test_float32_agrees_to_summation_order(tmp_path):
     assert apart(gradients(one), gradients(two)) < 1e-4
 
 
+@pytest.mark.long
 def test_eight_bit_moments_resume_bit_for_bit_and_on_two_processes(tmp_path, monkeypatch):
     settings = [*SETTINGS, "optimizer=adamw8bit", f"cache={tmp_path / 'cache'}"]
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)

@@ -139,8 +139,15 @@ def run(tmp_path):
     return train
 
 
-@pytest.mark.parametrize("way", ["one request by two ways", "two requests"])
-@pytest.mark.parametrize("moment", ["update", "checkpoint"])
+@pytest.mark.parametrize(
+    ("moment", "way"),
+    [
+        ("update", "two requests"),
+        pytest.param("update", "one request by two ways", marks=pytest.mark.long),
+        pytest.param("checkpoint", "two requests", marks=pytest.mark.long),
+        ("checkpoint", "one request by two ways"),
+    ],
+)
 def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monkeypatch, way, moment):
     """In iteration 2, between its two optimizer steps, or while its checkpoint is written."""
     settings = {"iterations": 3, "update": "per_step", "checkpoint_every": 1 if moment == "checkpoint" else 9}
@@ -222,6 +229,7 @@ def test_a_reward_that_draws_numbers_draws_the_same_after_an_abandoned_rollout(r
     assert timeless(done.metrics) == timeless(uninterrupted.metrics)
 
 
+@pytest.mark.long
 def test_compare_under_timeout_waits_for_its_runs_checkpoints(tmp_path):
     """`timeout` signals the command and its group: the server of its runs, too, which is in that group."""
     small = [f"{key}={value}" for key, value in SMALL.items() if key not in ("rewards", "granularities")]
@@ -248,4 +256,4 @@ def test_compare_under_timeout_waits_for_its_runs_checkpoints(tmp_path):
     code = process.wait(120)
     written = [latest_checkpoint(run) for run in runs]
     assert code == 130 and all(written), (tmp_path / "output").read_text()
-    assert "the same command goes on" in (tmp_path / "output").read_text()
+    assert "run the same command to continue" in (tmp_path / "output").read_text()

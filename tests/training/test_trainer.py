@@ -129,7 +129,14 @@ def test_deterministic_runs_repeat_bit_for_bit_on_a_gpu(run, tmp_path):
     assert kept[0] == kept[1] and weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "lr": 1e-3}, {"ema_decay": 0.9}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"lora_rank": 2, "lr": 1e-3, "ema_decay": 0.9},
+        pytest.param({"ema_decay": 0.9}, marks=pytest.mark.long),
+    ],
+)
 def test_resume_goes_on_bit_for_bit(run, tmp_path, changes):
     evaluation = {"eval_every": 2, "eval_prompts": "world:heldout", "num_eval_prompts": 2, **changes}
     uninterrupted = run("whole", iterations=4, **evaluation)
@@ -141,7 +148,14 @@ def test_resume_goes_on_bit_for_bit(run, tmp_path, changes):
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
 
 
-@pytest.mark.parametrize("latest", ["", "step_000001\n", None], ids=["empty", "dangling", "missing"])
+@pytest.mark.parametrize(
+    "latest",
+    [
+        pytest.param("", marks=pytest.mark.long, id="empty"),
+        pytest.param("step_000001\n", marks=pytest.mark.long, id="dangling"),
+        pytest.param(None, id="missing"),
+    ],
+)
 def test_a_run_without_its_latest_goes_on_all_the_same(run, tmp_path, latest, caplog):
     uninterrupted = run("whole", iterations=3)
     out = run(iterations=3, stop_after=2, checkpoint_every=1, keep_last=1).out
@@ -254,7 +268,7 @@ def test_half_an_update_is_not_a_checkpoint(run, tmp_path, monkeypatch, broken_s
     assert latest_checkpoint(tmp_path / "run").name == saved
 
 
-@pytest.mark.parametrize("when", ["rollout", "update"])
+@pytest.mark.parametrize("when", [pytest.param("rollout", marks=pytest.mark.long), "update"])
 def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, when):
     """A real signal to the real command, at two moments; then the same command again."""
     arguments = {**SMALL, "cache": cache, "out": str(tmp_path / "parts"), "iterations": 6}
@@ -372,6 +386,7 @@ def test_adapters_alone_are_trained(run):
         assert not (same and "lora_B" in name), f"{name} did not move"
 
 
+@pytest.mark.long
 def test_the_reward_rises(run):
     """Paired: the same prompts and seeds before and after, and a reward that is easy to raise."""
     bright = {"support.custom_rewards:brightness": 1.0}
