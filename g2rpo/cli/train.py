@@ -55,12 +55,12 @@ def _print_result(run: Run, settings: Settings) -> None:
     if run.changes:
         headers = ("images", "reward (* trained)", "before", "after", "change", "± SE", "n")
         print_table(headers, [_scores(change) for change in run.changes])
-    out, model = shlex.quote(str(run.out)), shlex.quote(settings.model)
+    out, model = shlex.quote(settings.out), shlex.quote(settings.model)
     if settings.weights:
         model = f"{shlex.quote(settings.weights)} --base {model}"
     prompts = shlex.quote(settings.eval_prompts or settings.prompts)
     sampling = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
-    print(f"The run is in {run.out}. Compare its images with those of its base, or export the model:")
+    print(f"The run is in {settings.out}. Compare its images with those of its base, or export the model:")
     print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}")
     print(f"  g2rpo export {out}")
     if settings.keep_best and (kept := kept_best(run.out))[0]:

@@ -81,6 +81,7 @@ def test_an_unknown_gpu():
         plan_here(Settings(), gpu="A100")
 
 
+@pytest.mark.long
 def test_measured_here_holds_for_a_run(tmp_path):
     """Within a factor: others use this machine too. docs/performance.md has the accuracy on a quiet one."""
     settings = Settings(

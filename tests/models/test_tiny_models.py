@@ -131,12 +131,14 @@ def test_the_stock_pipeline_draws_the_same_picture(policy):
     assert load_rewards(["verifier"], "cpu")["verifier"](image, [prompt]).item() > 0.5
 
 
+@pytest.mark.long
 def test_the_autoencoder_keeps_what_a_caption_says(held_out):
     few = slice(0, 256)
     scores = evaluate_vae(load_vae(assets(), CPU), Pool(held_out.scenes[few], held_out.pixels[few]))
     assert scores["strict"] >= VAE_STRICT and scores["psnr_db"] > 34
 
 
+@pytest.mark.long
 def test_clip_prefers_the_right_caption(held_out):
     wins = evaluate_clip(load_clip(assets(), "tiny_clip", CPU), held_out)
     assert len(wins) == 6

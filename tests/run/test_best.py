@@ -194,6 +194,7 @@ def test_the_plan_counts_it():
 # What may change while a run stops.
 
 
+@pytest.mark.long
 def test_evaluations_of_another_kind_are_not_compared(train):
     done = train([0.5, 0.9, 0.8], iterations=6, stop_after=2)
     assert kept_best(done.out) == ("step_000001", "scripted:judge")

@@ -126,6 +126,7 @@ def test_two_processes_train_what_one_trains(method, tmp_path):
     assert (one / "comparison.md").read_text() == (two / "comparison.md").read_text()
 
 
+@pytest.mark.long
 def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
     """HSDP: four processes, two copies of the weights, each sharded over two."""
     settings = [

@@ -142,7 +142,7 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("moment", "way"),
     [
-        ("update", "two requests"),
+        pytest.param("update", "two requests", marks=pytest.mark.long),
         pytest.param("update", "one request by two ways", marks=pytest.mark.long),
         pytest.param("checkpoint", "two requests", marks=pytest.mark.long),
         ("checkpoint", "one request by two ways"),

@@ -110,6 +110,7 @@ def test_later_steps_of_an_iteration_have_other_ratios(run):
     assert line["ratio_max_dev"] > 1e-7
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_numbers(run):
     first, second = run("a", iterations=2), run("b", iterations=2)
     assert timeless(first.metrics) == timeless(second.metrics)
@@ -232,6 +233,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
     assert done.finished and {change.reward for change in done.changes} == {"tiny_clip"}
 
 
+@pytest.mark.long
 def test_an_interrupted_evaluation_is_made_up_for(run, monkeypatch):
     evaluation = {"eval_every": 1, "eval_prompts": "world:heldout", "num_eval_prompts": 2, "sample_every": 1}
     uninterrupted = run("whole", iterations=2, **evaluation)
