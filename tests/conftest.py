@@ -1,3 +1,7 @@
+"""Settings of the test run, so that a test does not depend on how it was started."""
+
+import signal
+
 from hypothesis import HealthCheck, settings
 
 # Two busy cores: the time of one example says nothing. The same examples each time: a failure is a finding.
@@ -5,3 +9,9 @@ settings.register_profile(
     "g2rpo", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("g2rpo")
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs of a script with SIGINT ignored, and Python then raises no interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -153,6 +153,7 @@ def test_a_plan_shows_the_chosen_batch():
     assert plan_costs(settings, num_processes=4, memory_bytes=10**9).notes[0].startswith("does not fit")
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_choice(tmp_path, monkeypatch):
     options = {
         "device": "cpu",

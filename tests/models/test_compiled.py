@@ -8,7 +8,7 @@ import torch
 from g2rpo.models.flux.policy import FluxPolicy
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.long), 4])
 def test_no_batch_size_compiles_anew(lora_rank, monkeypatch):
     graphs = []
 

@@ -206,6 +206,7 @@ def test_evaluations_of_another_kind_are_not_compared(train):
     ]
 
 
+@pytest.mark.long
 def test_another_judge_has_its_own_best(train, judge, tmp_path):
     two = {"eval_rewards": ["scripted:judge", "scripted:other"], "keep_last": 9, "checkpoint_every": 1}
     said = [0.1, 0.2, 0.3, 0.2]
@@ -218,6 +219,7 @@ def test_another_judge_has_its_own_best(train, judge, tmp_path):
     assert kept_best(done.out) == ("step_000002", "scripted:other")
 
 
+@pytest.mark.long
 def test_a_better_one_that_was_not_kept_is_reported(train, capsys):
     done = train([0.5, 0.9, 0.7, 0.6], iterations=4, stop_after=3, keep_best=None, checkpoint_every=1)
     train([0.65], iterations=4)
@@ -235,6 +237,7 @@ def test_a_run_that_starts_anew_has_no_best(train):
     assert not (done.out / "best").exists()
 
 
+@pytest.mark.long
 def test_rubbish_in_the_pointer(train, judge):
     done = train([0.5, 0.6, 0.2], iterations=3, stop_after=2, keep_last=2)
     for rubbish in (b"", b"../../elsewhere", b"\xb1\x00"):

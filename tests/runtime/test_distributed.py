@@ -90,7 +90,7 @@ def gradients(checkpoint: dict) -> dict:
     return {name: value for name, value in checkpoint["optimizer"].items() if name.endswith(".exp_avg")}
 
 
-LONG_METHODS = ("full", "path, an update a part of the members")
+LONG_METHODS = ("full", "path, an update a step, KL", "path, an update a part of the members")
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,7 @@ def test_a_signal_never_comes_between_the_processes_gathering(tmp_path):
     assert writers(latest_checkpoint(tmp_path / "run")) == {0, 1}
 
 
+@pytest.mark.long
 def test_float32_agrees_to_summation_order(tmp_path):
     settings = [*SETTINGS, f"cache={tmp_path / 'cache'}", "iterations=2"]
     train(load_settings("flux_tiny_random", [*settings, f"out={tmp_path / 'one'}"]))

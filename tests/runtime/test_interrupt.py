@@ -210,6 +210,7 @@ def test_float32_weights_come_back_after_an_evaluation_that_was_cut_off(run, mon
     assert stopped.interrupted and len(gone) == len(back) >= 2
 
 
+@pytest.mark.long
 def test_a_reward_that_draws_numbers_draws_the_same_after_an_abandoned_rollout(run, monkeypatch):
     module = types.ModuleType("drawing")
 

@@ -270,7 +270,8 @@ def test_half_an_update_is_not_a_checkpoint(run, tmp_path, monkeypatch, broken_s
     assert latest_checkpoint(tmp_path / "run").name == saved
 
 
-@pytest.mark.parametrize("when", [pytest.param("rollout", marks=pytest.mark.long), "update"])
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["rollout", "update"])
 def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, when):
     """A real signal to the real command, at two moments; then the same command again."""
     arguments = {**SMALL, "cache": cache, "out": str(tmp_path / "parts"), "iterations": 6}

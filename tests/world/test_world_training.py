@@ -200,6 +200,7 @@ def velocity_loss(model: FlowModel, latents: Tensor, pool: Pool, teacher: FlowMo
     return F.mse_loss(model.velocity(x, sigma, ids, guidance), target).item()
 
 
+@pytest.mark.long
 def test_the_flow_model_learns_and_then_its_guidance(pool, latents):
     model = small_flow()
     before = velocity_loss(model, latents, pool)
@@ -246,6 +247,7 @@ def test_the_rater_dislikes_flaws_and_likes_colour(pool):
     assert rated.utility.std(1).mean().item() > 0.3  # the images of a caption differ in utility
 
 
+@pytest.mark.long
 def test_the_preference_model_learns(pool, held_out):
     clip, vae = small_clip(), small_vae()
     with torch.no_grad():
