@@ -33,6 +33,7 @@ NOT_COMPARED_KEYS = {
     "out": "the run folder, which a checkout may make absolute",
     "cache": "the embedding cache, which a checkout may make absolute",
     "files": "sizes of a checkpoint's files, whose format may change",
+    "optimizer": "its settings, which a3a5320 stored with the tensors; resumed runs show that both are read",
     "stop_after": "where a run was stopped; a resumed run differs from a whole one",
     "resume": "likewise",
 }

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-READERS = ("g2rpo.run.checkpoint", "g2rpo.checkpoint")
+READERS = ("g2rpo.run.checkpoint_index", "g2rpo.checkpoint_index")
 
 
 def read_with_torch(path: str) -> dict[str, torch.Tensor]:
