@@ -2,13 +2,13 @@
 
     prompts -> conditioning -> rollout (explore, decode, score) -> advantages -> loss -> update -> metrics
 
-The policy, the rewards and the algorithm come from the settings; nothing here asks which they are. A run
-writes its folder as it goes and can be stopped at any moment: Ctrl-C (or SIGTERM) abandons a rollout, but
-never an update, and leaves a checkpoint from which the same command goes on with the same numbers. A second
-one, seconds later, ends it at once, with the checkpoint before.
+The policy, the rewards and the algorithm come from the settings; the loop does not know which they are. A run
+can be stopped at any moment: SIGINT (Ctrl-C) or SIGTERM abandons a rollout but never an update, and leaves a
+checkpoint from which the same command continues with the same numbers. A second signal some seconds later
+ends the run at once, and the checkpoint before it counts.
 
-Started by torchrun, each process explores its share of an iteration's prompts; what all of them must know
-(rewards, for the advantages and the metrics) is gathered, and the first process writes.
+With several processes (torchrun), each explores its share of the prompts of an iteration. The rewards, which
+all processes need for advantages and metrics, are gathered, and the first process writes the files.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ from g2rpo.training.update import NotFinite, reference_of, update
 
 
 def train(settings: Settings) -> Run:
-    """Train as the settings say, or go on where their run folder stopped.
+    """Trains with these settings, or resumes the run in their run folder.
 
     Raises:
-        ValueError: settings or files that do not fit, or a run at work in the folder, before any model is
-            loaded.
+        ValueError: settings or files that do not fit, or another run is using the folder; raised before any
+            model is loaded.
         RunStopped: too many samples without a reward, a reward whose code ended the program, or a gradient
-            that is not a number.
+            that is not finite.
     """
     out = Path(_absolute_folders(settings)["out"])
     try:
@@ -98,7 +98,7 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
 
 
 class Trainer:
-    """State of a run: the policy, its optimizer, and how far it got."""
+    """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
     def __init__(self, settings: Settings) -> None:
         self.recorded_settings = settings = settings.resolved()
@@ -212,7 +212,7 @@ class Trainer:
         return Run(self.out, self.step, finished, False, changes)
 
     def _restore(self) -> None:
-        """Loads the checkpoint from which the run goes on; a new run seeds its generators."""
+        """Loads the checkpoint of a resumed run; seeds the random generators of a new one."""
         if self.checkpoint is None:
             seed_everything(self.settings.seed)
             return
@@ -223,7 +223,7 @@ class Trainer:
     def _train(
         self, writer: MetricsWriter, progress: RunProgress, last: int, notes: Sequence[str]
     ) -> list[Change]:
-        """The loop, with the images and evaluations before, between and after its iterations."""
+        """Runs the iterations, with the images and evaluations before, between and after them."""
         descriptions = run_together(lambda: [reward.describe() for reward in self.rewards.values()])
         for note in filter(None, (*notes, *descriptions)):
             progress.note(note)
@@ -250,7 +250,7 @@ class Trainer:
         progress.note(f"{reason}checkpoint in {seconds:.1f} s")
 
     def _stopped(self, progress: RunProgress) -> Run:
-        """After a signal: saves the iterations done, unless a second one cuts off an update, or this."""
+        """After a signal: saves the iterations done, unless a second signal interrupts an update or this."""
         try:
             if not self.mid_update and not self.interrupt.requested_again:
                 self.save()
@@ -275,9 +275,12 @@ class Trainer:
         progress.update(metrics)
 
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
-        """First half of an iteration: its prompts, what the policy makes of them, what the rewards say.
+        """First half of an iteration: takes its prompts, samples their groups and scores the images.
 
-        Of several processes each explores its share; within `policy.resident()` they communicate nothing.
+        Each process explores its share of the prompts; within `policy.resident()` nothing is communicated.
+
+        Returns:
+            Rollouts and conditioning of this process's prompts, and the metrics of forwards and times.
         """
         settings, algorithm = self.settings, self.algorithm
         timer = Timer(self.policy.device)
@@ -324,7 +327,7 @@ class Trainer:
         return rollouts, cond, {**nfe, **seconds}
 
     def learn(self, rollouts: Sequence[Rollout], cond: Conditioning) -> dict[str, float]:
-        """Second half: advantages, loss, optimizer. Counts the iteration."""
+        """Second half of an iteration: advantages, loss, optimizer steps. Counts it; returns metrics."""
         settings, algorithm = self.settings, self.algorithm
         began = time.perf_counter()
         every_rollout = [r for share in gathered([r.for_statistics() for r in rollouts]) for r in share]
@@ -363,7 +366,7 @@ class Trainer:
             raise too_many_invalid(self.settings, self.step, rollouts, errors)
 
     def save(self, best: bool = False) -> None:
-        """A checkpoint of the iterations done, unless it is there already; `best`: RUN/best names it."""
+        """Writes a checkpoint of the iterations done, unless it exists; with `best`, RUN/best names it."""
         latest, judge = latest_checkpoint(self.out), self.settings.keep_best if best else None
         if latest is not None and latest.name == f"step_{self.step:06d}":
             return mark_best(self.out, self.step, judge) if judge is not None else None
@@ -375,7 +378,7 @@ class Trainer:
             save_checkpoint(self.out, self.step, state, best=judge, **keep)
 
     def _evaluate(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
-        """Evaluation and grid where they are due. Returns whether this is the best model yet (keep_best)."""
+        """Evaluates and draws a grid if due; returns whether this is the best model so far (keep_best)."""
         judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
             evaluated = self.evaluation_plan.evaluate_if_due(
@@ -387,7 +390,7 @@ class Trainer:
         return any_process(rank() == 0 and is_best(self.out, judge, self.step))
 
     def _after(self, progress: RunProgress) -> list[Change]:
-        """The same pictures as before training, scored again: table, and pairs to look at."""
+        """Samples and scores the images of `draw_before` again, and writes the table and the pairs."""
         if not self.comparison.sets:
             return []
         progress.note("drawing the same with the trained model")

@@ -1,16 +1,17 @@
-"""The update: rollouts to advantages, advantages to a loss, the loss to one optimizer step or several.
+"""The update: one or several optimizer steps on the training rows of an iteration.
 
-    rows     one network forward each: an anchor state that G members share, or one member's own state
-    loss     minus the clipped objective (loss.py), the mean over all trained (prompt, step, member)
-    steps    "once": all gradients together, one optimizer step;
-             "per_step": an optimizer step after each noise step;
-             a number: so many, each over another part of every group's members
+    rows     each needs one forward: the anchor state that G members share, or the state of one member
+    loss     the clipped surrogate (objectives/grpo.py), averaged over all trained (prompt, step, member)
+    update   "once": one optimizer step on all gradients together;
+             "per_step": one optimizer step after each noise step;
+             a number N: N optimizer steps, each on another part of the members of every group
 
-With one optimizer step the old log-probability is the new one, detached, and the ratio is exactly 1. With
-several, one more pass through the same forwards gives it, before the first step.
+With one optimizer step, the old log-probability is the detached new one, and the ratio is exactly 1. With
+several, one additional pass through the same forwards gives it before the first step.
 
-Each process has the rows of its groups; gradients are averaged over processes, so a batch counts by its share
-of all processes' rows. Processes with fewer rows of a step make up for it with forwards that count nothing.
+Each process holds the rows of its own groups. Gradients are averaged over processes, so the loss of a batch
+is weighted by its share of the rows of all processes. A process with fewer rows of an optimizer step than
+another evaluates dummy rows of weight 0, so that all processes run the same number of forwards.
 
 Axes: N row, P prompt, K noise step, G member (1 where a row is one member's own), L tokens, C channels.
 """
@@ -52,7 +53,11 @@ class NotFinite(RuntimeError):
 
 
 def reference_of(policy: Policy, lora: bool) -> Velocity:
-    """The policy's velocity as it is now, for the KL: without its adapters, or by a copy of its weights."""
+    """The velocity of the reference policy of the KL, which is the policy as it is now.
+
+    Args:
+        lora: the adapters are switched off for the reference; otherwise it uses a copy of the weights.
+    """
     module: Any = policy.module
     if lora:
 
@@ -251,10 +256,13 @@ def _over_processes(means: dict[str, float], largest: dict[str, float]) -> dict[
 
 @torch.no_grad()
 def departure(algorithm: Algorithm, part: Rows, schedule: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """[N] how far the update's mean lies from the rollout's, in root mean square over the step's noise.
+    """Distance between the means of the update and of the rollout, relative to the noise of the step.
 
-    Both are the same weights: what differs is dtype, batch and kernels. It is what the ratio would depart
-    from 1 by, before an update, if the rollout's log-probability were used.
+    The weights are the same; dtype, batch and kernels differ. A ratio that used the log-probability of the
+    rollout would differ from 1 by about this much before any update.
+
+    Returns:
+        [N], float32: the root mean square over the latent dimensions, divided by the standard deviation.
     """
     members = part.x_next.shape[1]
     assert part.velocity is not None
@@ -264,9 +272,9 @@ def departure(algorithm: Algorithm, part: Rows, schedule: Tensor, mean: Tensor, 
 
 
 def _optimizer_steps(algorithm: Algorithm, rows: Rows) -> list[tuple[Tensor, slice]]:
-    """Row numbers of each optimizer step and which of the members that share a row it trains.
+    """Row numbers of each optimizer step, and which of the members that share a row it trains.
 
-    As many on every process: the rows of one may be on others alone.
+    Every process gets the same number of steps; a step may have rows on other processes only.
     """
     index = torch.arange(len(rows), device=rows.x.device)
     if algorithm.update == "per_step":
@@ -284,9 +292,9 @@ def _optimizer_steps(algorithm: Algorithm, rows: Rows) -> list[tuple[Tensor, sli
 
 
 def _batches(group: Tensor, size: int) -> tuple[list[tuple[Tensor, int]], int]:
-    """Row numbers of each forward and how many of them count, as many on every process; and all rows' number.
+    """Row numbers of each forward with how many of them count, and the number of rows of all processes.
 
-    A forward of which none counts takes row 0.
+    Every process gets the same number of forwards; one of which no row counts evaluates row 0.
     """
     sizes = gathered(len(group))
     batches = [(batch, len(batch)) for batch in group.split(size) if len(batch)]
