@@ -367,27 +367,27 @@ class Trainer:
 
     def save(self, best: bool = False) -> None:
         """Writes a checkpoint of the iterations done, unless it exists; with `best`, RUN/best names it."""
-        latest, judge = latest_checkpoint(self.out), self.settings.keep_best if best else None
+        latest, reward = latest_checkpoint(self.out), self.settings.keep_best if best else None
         if latest is not None and latest.name == f"step_{self.step:06d}":
-            return mark_best(self.out, self.step, judge) if judge is not None else None
+            return mark_best(self.out, self.step, reward) if reward is not None else None
         state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
         state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
         state |= {"ema": self.ema} if self.ema else {}
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
         with self.interrupt.deferred():  # half a checkpoint is none
-            save_checkpoint(self.out, self.step, state, best=judge, **keep)
+            save_checkpoint(self.out, self.step, state, best=reward, **keep)
 
     def _evaluate(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
         """Evaluates and draws a grid if due; returns whether this is the best model so far (keep_best)."""
-        judge, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
+        reward, ends = self.settings.keep_best, self.step in (0, self.settings.iterations)
         with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
             evaluated = self.evaluation_plan.evaluate_if_due(
                 self.evaluator, self.out, self.step, writer, progress, ends=ends, missing=missing
             )
         self.random = random_state()
-        if judge is None or not evaluated:
+        if reward is None or not evaluated:
             return False
-        return any_process(rank() == 0 and is_best(self.out, judge, self.step))
+        return any_process(rank() == 0 and is_best(self.out, reward, self.step))
 
     def _after(self, progress: RunProgress) -> list[Change]:
         """Samples and scores the images of `draw_before` again, and writes the table and the pairs."""

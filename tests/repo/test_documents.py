@@ -40,3 +40,16 @@ def test_the_docstring_names_the_fields():
     attributes = FluxShape.__doc__.split("Attributes:")[1].splitlines()
     named = [name for line in attributes for name in line.partition(":")[0].split(", ") if ":" in line]
     assert sorted(name.strip() for name in named) == sorted(field.name for field in fields(FluxShape))
+
+
+def test_no_merge_conflict_is_left():
+    root = Path(__file__).parents[2]
+    documents = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    markers = ("<<<<<<< ", ">>>>>>> ")
+    left = [
+        f"{path}: {line}"
+        for path in documents
+        for line in path.read_text().splitlines()
+        if line[:8] in markers
+    ]
+    assert len(documents) > 10 and not left, left
