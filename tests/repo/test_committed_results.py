@@ -7,7 +7,7 @@ import pytest
 
 from g2rpo.config.settings import Settings
 from g2rpo.costs.estimate import plan_here
-from g2rpo.costs.speeds import looked_up
+from g2rpo.costs.speeds import tabulated_speeds
 from g2rpo.models.flux.shape import flux_shape
 
 RESULTS = Path(__file__).parents[2] / "results" / "performance"
@@ -53,15 +53,15 @@ def test_predicted_against_measured(file, settings, processes):
 
 def test_the_table_knows_what_judging_takes():
     shape = flux_shape("random:flux-dev", resolution=720)
-    assert looked_up(Settings(**PAPER), shape, "H200").reward == 0
+    assert tabulated_speeds(Settings(**PAPER), shape, "H200").reward == 0
     measured = json.loads((RESULTS / "rewards_1xH200.json").read_text())["calls"][-1]["rewards"]
     assert set(measured) == {"hps", "imagereward"}
     for name, measurement in measured.items():
         for batch in (4, 32):
             settings = Settings(**{**PAPER, "rewards": {name: 1.0}, "decode_batch": batch})
-            seconds = looked_up(settings, shape, "H200").reward
+            seconds = tabulated_speeds(settings, shape, "H200").reward
             assert 1 / seconds == pytest.approx(
                 measurement["images_per_second"][f"float16, batch {batch}"], rel=0.1
             )
-    both = looked_up(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
+    both = tabulated_speeds(Settings(**{**PAPER, "rewards": {"hps": 1.0, "clip": 1.0}}), shape, "H200")
     assert 289 * both.reward < 0.03 * 1708 * both.forward  # the paper's recipe
