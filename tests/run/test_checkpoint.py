@@ -117,16 +117,16 @@ def test_what_does_not_fit_is_named_and_nothing_is_touched(tmp_path):
 
 def test_which_checkpoints_stay(tmp_path):
     state = {"module": nn.Linear(1, 1)}
-    for iteration in range(1, 11):
+    for iteration in range(1, 12):  # the newest two are not among the multiples of 4
         save_checkpoint(tmp_path, iteration, state, keep_last=2, keep_every=4)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step_000004",
         "step_000008",
-        "step_000009",
         "step_000010",
+        "step_000011",
     ]
     with pytest.raises(ValueError, match="keep_last=0"):
-        save_checkpoint(tmp_path, 11, state, keep_last=0)
+        save_checkpoint(tmp_path, 12, state, keep_last=0)
 
 
 def test_the_same_iteration_again_replaces(tmp_path):
