@@ -1,5 +1,6 @@
 """Documents and docstrings state what the code has."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -53,3 +54,14 @@ def test_no_merge_conflict_is_left():
         if line[:8] in markers
     ]
     assert len(documents) > 10 and not left, left
+
+
+def test_the_test_files_that_documents_name_exist():
+    root = Path(__file__).parents[2]
+    named = {
+        (path.name, name)
+        for path in [*root.glob("*.md"), *root.glob("docs/*.md")]
+        for name in re.findall(r"tests/[\w./*]+\.py", path.read_text(encoding="utf-8"))
+    }
+    absent = [(page, name) for page, name in sorted(named) if not any(root.glob(name))]
+    assert named and not absent, absent
