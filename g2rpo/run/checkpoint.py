@@ -49,7 +49,7 @@ from g2rpo.run.folder import (
     step_name,
     write_pointer,
 )
-from g2rpo.runtime.files import sync_folder, write_synced
+from g2rpo.runtime.files import sync_folder, write_atomic
 from g2rpo.runtime.processes import barrier, environment_number, gathered, rank
 from g2rpo.runtime.random import random_state, set_random_state
 from g2rpo.runtime.sharding import local
@@ -122,7 +122,7 @@ def save_checkpoint(
         raise
     if rank() == 0:
         sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
-        write_synced(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
+        write_atomic(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
         if final.exists():  # the run was resumed from an earlier checkpoint
             shutil.rmtree(aside_path(final), ignore_errors=True)
             os.replace(final, aside_path(final))

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from g2rpo.run.folder import INDEX, PICKLED_INDEX
-from g2rpo.runtime.files import write_synced
+from g2rpo.runtime.files import write_atomic
 
 FORMAT = 1
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -58,7 +58,7 @@ class TensorWriter(dcp.FileSystemWriter):
         """
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {name: _entry(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
-        write_synced(Path(self.path) / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
+        write_atomic(Path(self.path) / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
 
 
 class TensorReader(dcp.FileSystemReader):

@@ -40,14 +40,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Writes `text` to `path` as UTF-8 and syncs the file to the disk. The write is not atomic."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sync_folder(folder: Path) -> None:
     """Syncs the directory entries of `folder`, so that new and renamed files survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
