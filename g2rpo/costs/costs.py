@@ -207,7 +207,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         (
             "model",
             "image",
-            f"{shape.resolution_px} x {shape.resolution_px} px, {shape.latent_shape[0]} latent tokens",
+            f"{shape.size_px[1]} x {shape.size_px[0]} px, {shape.latent_shape[0]} latent tokens",
         ),
         ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
         ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),

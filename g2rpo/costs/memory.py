@@ -104,7 +104,12 @@ def memory_of(
     member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
     shared_states = 2 * max(p.anchor_evaluations for p in plans)  # states and velocities
     vae_bytes = compute if settings.device != "cpu" else 4
-    decoding = settings.decode_batch * shape.resolution_px**2 * (3 * 4 + 3 * shape.decoder_width * vae_bytes)
+    decoding = (
+        settings.decode_batch
+        * shape.size_px[0]
+        * shape.size_px[1]
+        * (3 * 4 + 3 * shape.decoder_width * vae_bytes)
+    )
 
     always = {
         **({"frozen base": base} if lora else {}),

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.models.flux.known import FLUX_1_DEV, KNOWN
-from g2rpo.models.flux.latents import checked_resolution
-from g2rpo.models.flux.random import is_random, random_configs
+from g2rpo.models.family import ModelFiles, ModelShape
+from g2rpo.models.flux.check import token_limit
+from g2rpo.models.flux.known import FLUX_1_DEV
+from g2rpo.models.flux.latents import checked_size
+from g2rpo.models.flux.network import FLUX
 from g2rpo.models.flux.text import checked_length
-from g2rpo.models.flux.weights import lora_layers
-from g2rpo.models.loading.files import config_folder, read_json
-from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.models.options import PolicyOptions, Size, as_resolution
+from g2rpo.models.registry import find_model
+from g2rpo.models.transformer.weights import lora_layers
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class FluxShape:
     """Sizes of a model at one resolution.
 
     Attributes:
-        resolution_px: side of the square image, in pixels.
+        size_px: (height, width) of the image, in pixels.
         latent_shape: (L, C), the numbers of tokens and channels of a packed latent.
         text_tokens, text_dim, pooled_dim: sizes of a prompt's embeddings: T5 tokens, their channels, and
             channels of the pooled embedding.
@@ -42,7 +44,7 @@ class FluxShape:
         decoder_width: channels of the VAE decoder at full resolution.
     """
 
-    resolution_px: int
+    size_px: Size
     latent_shape: tuple[int, int]
     text_tokens: int
     text_dim: int
@@ -67,36 +69,52 @@ class FluxShape:
 def flux_shape(
     name: str | Path,
     *,
-    resolution: int | None = None,
+    resolution: Any = None,
     max_sequence_length: int | None = None,
     lora_targets: Sequence[str] | None = None,
 ) -> FluxShape:
     """Returns the sizes of a model; only the configuration files of a hub model are downloaded.
 
-    Arguments are those of `load_policy`.
+    Arguments are those of `PolicyOptions`.
 
     Raises:
-        ValueError: there is no such model, it is not a FLUX, or it does not support the resolution or
-            max_sequence_length.
+        ValueError: there is no such model, or it does not support the resolution or max_sequence_length.
     """
-    configs, token_limit = _configs(str(name))
-    text_tokens = checked_length(max_sequence_length, token_limit, name)
-    side_px, patch_px = checked_resolution(resolution, configs["vae"])
-    targets = None if lora_targets is None else tuple(lora_targets)
-    return _shape_of(_ConfigsKey(configs), side_px, patch_px, text_tokens, targets)
+    options = PolicyOptions(
+        resolution=as_resolution(resolution),
+        max_sequence_length=max_sequence_length,
+        lora_targets=None if lora_targets is None else tuple(lora_targets),
+    )
+    return _shape(find_model(name)[1], options)
 
 
-def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
-    """Returns the configuration of each network, and the largest number of tokens of the second tokenizer."""
-    if name in KNOWN or is_random(name):
-        return KNOWN.get(name) or random_configs(name), 512
-    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
-    kind = read_json(folder / "model_index.json").get("_class_name")
-    if kind != "FluxPipeline":
-        raise ValueError(f"{folder} is a {kind}; this version plans FluxPipeline models")
-    configs = {part: read_json(folder / part / "config.json") for part in FLUX_1_DEV}
-    tokenizer = read_json(folder / "tokenizer_2" / "tokenizer_config.json")
-    return configs, int(tokenizer.get("model_max_length", 512))
+def shape_of(files: ModelFiles, options: PolicyOptions) -> ModelShape:
+    """Returns the sizes of a model that was found."""
+    own = _shape(files, options)
+    return ModelShape(
+        height_px=own.size_px[0],
+        width_px=own.size_px[1],
+        latent_shape=own.latent_shape,
+        text_tokens=own.text_tokens,
+        embedding_numbers=own.text_tokens * own.text_dim + own.pooled_dim,
+        width=own.width,
+        num_blocks=own.num_blocks,
+        transformer_params=own.transformer_params,
+        norm_params=own.norm_params,
+        vae_params=own.vae_params,
+        text_params=own.text_params,
+        lora_params_per_rank=own.lora_params_per_rank,
+        forward_flops=own.forward_flops,
+        decode_flops=own.decode_flops,
+        decoder_width=own.decoder_width,
+    )
+
+
+def _shape(files: ModelFiles, options: PolicyOptions) -> FluxShape:
+    configs = {part: dict(files.config(part)) for part in FLUX_1_DEV}
+    text_tokens = checked_length(options.max_sequence_length, token_limit(files), files.name)
+    size, grid = checked_size(options.resolution, configs["vae"])
+    return _shape_of(_ConfigsKey(configs), size, grid, text_tokens, options.lora_targets)
 
 
 class _ConfigsKey:
@@ -114,7 +132,11 @@ class _ConfigsKey:
 
 @lru_cache(maxsize=32)
 def _shape_of(
-    key: _ConfigsKey, side_px: int, patch_px: int, text_tokens: int, lora_targets: tuple[str, ...] | None
+    key: _ConfigsKey,
+    size: Size,
+    grid: tuple[int, int],
+    text_tokens: int,
+    lora_targets: tuple[str, ...] | None,
 ) -> FluxShape:
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
@@ -125,11 +147,10 @@ def _shape_of(
         vae = AutoencoderKL.from_config(configs["vae"])
         clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
         t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"]))
-    side = side_px // patch_px
     config = transformer.config
     return FluxShape(
-        resolution_px=side_px,
-        latent_shape=(side * side, int(config.in_channels)),
+        size_px=size,
+        latent_shape=(grid[0] * grid[1], int(config.in_channels)),
         text_tokens=text_tokens,
         text_dim=int(config.joint_attention_dim),
         pooled_dim=int(config.pooled_projection_dim),
@@ -140,10 +161,10 @@ def _shape_of(
         vae_params=_parameters(vae),
         text_params=_parameters(clip) + _parameters(t5),
         lora_params_per_rank=sum(
-            layer.in_features + layer.out_features for layer in lora_layers(transformer, lora_targets)
+            layer.in_features + layer.out_features for layer in lora_layers(FLUX, transformer, lora_targets)
         ),
-        forward_flops=_forward_flops(transformer, side * side, text_tokens),
-        decode_flops=_decode_flops(vae, 2 * side),
+        forward_flops=_forward_flops(transformer, grid[0] * grid[1], text_tokens),
+        decode_flops=_decode_flops(vae, 2 * grid[0], 2 * grid[1]),
         decoder_width=int(vae.config.block_out_channels[0]),
     )
 
@@ -171,9 +192,9 @@ def _forward_flops(transformer: Any, image_tokens: int, text_tokens: int) -> int
 
 
 @torch.no_grad()
-def _decode_flops(vae: Any, side: int) -> int:
+def _decode_flops(vae: Any, height: int, width: int) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        vae.decode(torch.empty(1, vae.config.latent_channels, side, side))
+        vae.decode(torch.empty(1, vae.config.latent_channels, height, width))
     return counter.get_total_flops()
