@@ -56,7 +56,8 @@ def plan(
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    quiet_other_packages()
+    if measure:
+        quiet_other_packages()  # without --measure no model is loaded, and neither are these packages
     sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
