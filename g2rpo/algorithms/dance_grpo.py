@@ -21,7 +21,7 @@ def dance_grpo(
 ) -> Algorithm:
     """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
 
-    As in its FLUX script, each iteration takes three optimizer steps, over four of twelve members each. The
+    As in its released image script, each iteration takes three optimizer steps, over four of twelve members each. The
     arguments are documented in `Algorithm` and `EveryStep`.
     """
     return Algorithm(

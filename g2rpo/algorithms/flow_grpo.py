@@ -22,7 +22,7 @@ def flow_grpo(
     kl_beta: float = 0.0,
     update: str | int = "once",
 ) -> Algorithm:
-    """Flow-GRPO (arXiv:2505.05470) with its FLUX settings: noise on every step, the batch's spread.
+    """Flow-GRPO (arXiv:2505.05470) with its released settings for a distilled image model: noise on every step, the batch's spread.
 
     Its two updates per iteration are left out. For SD3.5-M it uses num_steps 10, eta 0.7 and a KL.
 

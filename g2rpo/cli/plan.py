@@ -46,7 +46,7 @@ def plan(
     Examples:
       g2rpo plan
       g2rpo plan tiny_gpu group_size=24 --measure
-      g2rpo plan flux_hps prompts=world:train --processes 16 --memory 80 --gpu H100
+      g2rpo plan my.toml prompts=world:train --processes 16 --memory 80 --gpu H100
       g2rpo plan my.toml --processes 8 --memory 80 --seconds-per-forward 0.35
     """
     from g2rpo.config.load import load_settings

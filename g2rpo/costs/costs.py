@@ -1,8 +1,8 @@
 """The cost of a run, computed before any weight is loaded: the content of `g2rpo plan`.
 
     forwards    counted by the plans themselves (Plan.nfe), over all iterations
-    FLOPs       torch's counter on the meta device; a backward counts as two forwards
-    memory      by phase, see memory.py; docs/flux.md compares it with measured peaks
+    FLOPs       closed formulas of the model family (ModelShape); a backward counts as two forwards
+    memory      by phase, see memory.py; docs/performance.md compares it with measured peaks
     time        forwards x seconds per forward, which are given, measured or from a table (speeds.py)
 
 The weights and times of the published reward models are known (memory.py, speeds.py); those of other rewards

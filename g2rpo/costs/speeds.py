@@ -1,8 +1,9 @@
 """The speed of a device for `g2rpo plan`: measured on this machine, or from a table of measured rates.
 
-The table has rates in TFLOP/s of the model's counted operations, for FLUX.1-dev at 720 x 720 in bfloat16, in
-batches of 12 (decoding: 4); docs/performance.md says how they were measured. They hold for other resolutions
-to a good approximation, but not for a model a thousand times smaller, which has to be measured.
+The table has rates in TFLOP/s of the model's counted operations, for a 12-billion-parameter transformer of
+width 3,072 with 2,537 tokens in bfloat16, in batches of 12 (decoding: 4); docs/performance.md says how they
+were measured. They hold for other resolutions to a good approximation, but not for a model a thousand times
+smaller, which has to be measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """HPS-v2.1: cosine similarity under OpenCLIP's ViT-H-14 (erf GELU), tuned on human preferences.
 
-The scores are in the units of the paper's tables: 0.305 for FLUX.1-dev. Images are resized to fit and padded
+The scores are in the units of the paper's tables: 0.305 in the paper's base row. Images are resized to fit and padded
 with black.
 """
 
