@@ -160,8 +160,8 @@ def row_bytes(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the activations of one sample in a rollout forward.
 
     They are one block's q, k, v, MLP (4 widths, twice), their joint output and the residual. Compiled blocks
-    do not store fused intermediates (measured: 170 MB per sample of 2,537 tokens of width 3,072, with 4, 12 and
-    24 samples).
+    do not store fused intermediates (measured: 170 MB per sample of 2,537 tokens of width 3,072, with 4, 12
+    and 24 samples).
     """
     compute = {"bfloat16": 2, "float64": 8}.get(settings.precision, 4)
     widths = 11 if settings.compile_blocks else 16

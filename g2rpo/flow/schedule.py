@@ -59,8 +59,9 @@ def resolution_shift(
 
         sigma = e^mu / (e^mu + 1/t - 1)  =  shift t / (1 + (shift - 1) t)  with  shift = e^mu
 
-    as in diffusers' FlowMatchEulerDiscreteScheduler with dynamic shifting (`calculate_shift` of its pipelines).
-    The defaults give 3.16 for 64 x 64 tokens (1024 px, if a token covers 16 x 16 pixels) and 2.22 for 45 x 45.
+    as in diffusers' FlowMatchEulerDiscreteScheduler with dynamic shifting (`calculate_shift` of its
+    pipelines). The defaults give 3.16 for 64 x 64 tokens and 2.22 for 45 x 45 (1024 and 720 px, if a token
+    covers 16 x 16 pixels).
 
     Raises:
         ValueError: num_tokens < 1, or base_tokens equals max_tokens.
