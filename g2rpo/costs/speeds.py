@@ -1,8 +1,9 @@
 """The speed of a device for `g2rpo plan`: measured on this machine, or from a table of measured rates.
 
-The table has rates in TFLOP/s of the model's counted operations, for FLUX.1-dev at 720 x 720 in bfloat16, in
-batches of 12 (decoding: 4); docs/performance.md says how they were measured. They hold for other resolutions
-to a good approximation, but not for a model a thousand times smaller, which has to be measured.
+The table has rates in TFLOP/s of the model's counted operations, for a 12-billion-parameter transformer of
+width 3,072 with 2,537 tokens in bfloat16, in batches of 12 (decoding: 4); docs/performance.md says how they
+were measured. They hold for other resolutions to a good approximation, but not for a model a thousand times
+smaller, which has to be measured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import Prompt
-from g2rpo.models.flux.shape import FluxShape
+from g2rpo.models.family import ModelShape
 from g2rpo.models.policy import Conditioning, Policy, root_module
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import score_batch
@@ -97,7 +98,7 @@ def rates_of(gpu: str) -> Rates | None:
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
 
 
-def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
+def tabulated_speeds(settings: Settings, shape: ModelShape, gpu: str) -> Speeds | None:
     """Times of these settings on a GPU according to the table; None if the table does not cover them."""
     rates = rates_of(gpu)
     if rates is None or shape.transformer_params < MIN_TABULATED_PARAMS or settings.precision != "bfloat16":
@@ -126,7 +127,7 @@ def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds |
     )
 
 
-def speeds_from_forward(shape: FluxShape, seconds_per_forward: float) -> Speeds:
+def speeds_from_forward(shape: ModelShape, seconds_per_forward: float) -> Speeds:
     """Times derived from the time of a forward, in seconds per image: all parts run at the same FLOP/s."""
     decode = seconds_per_forward * shape.decode_flops / shape.forward_flops
     forward = seconds_per_forward

@@ -149,7 +149,7 @@ def explore(
         rollout_batch: maximum number of samples per forward.
         noise: dependence between the noise of a group's members, see `group_noise.group_noise`.
         timer: receives the laps "anchor" and "tails" (which includes the later noise steps of a path).
-        tails: context manager for the forwards whose results only a reward sees, such as FluxPolicy.tails.
+        tails: context manager for the forwards whose results only a reward sees, `Policy.tails`.
 
     Raises:
         ValueError: the number of conditioning rows differs from that of the prompts, rollout_batch < 1, or

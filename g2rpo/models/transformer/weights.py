@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from g2rpo.models.loading.reading import (
     weight_files,
 )
 from g2rpo.models.loading.rows import Source
+from g2rpo.models.shapes import targeted
 from g2rpo.models.transformer.architecture import Architecture
 from g2rpo.models.transformer.lora_checks import check_lora, linear_shapes, read_lora
 from g2rpo.models.transformer.lora_keys import is_lora
@@ -49,20 +49,7 @@ def lora_layers(
         ValueError: no linear's name ends in one of the targets.
     """
     linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    if targets is None:
-        return [layer for name, layer in linears.items() if re.fullmatch(architecture.lora_targets, name)]
-    for target in targets:
-        if not any(_ends(name, target) for name in linears):
-            ends = sorted({".".join(name.split(".")[2:]) for name in linears if "blocks." in name})
-            raise ValueError(
-                f"lora_targets: no linear layer's name ends in {target!r}; of the blocks' layers there are "
-                + ", ".join(ends)
-            )
-    return [layer for name, layer in linears.items() if any(_ends(name, target) for target in targets)]
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    return [linears[name] for name in targeted(linears, targets, architecture.lora_targets)]
 
 
 def add_lora(
