@@ -195,14 +195,16 @@ def test_measuring_is_what_plan_measures(monkeypatch):
     """--measure reaches the table of costs through the policy that a run of these settings would have."""
     seen = {}
 
-    def load(settings, **changes):
-        seen.update(changes)
+    def load(name, options, **changes):
+        seen.update({"name": name, "options": options})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "policy_of", load)
+    monkeypatch.setattr(planning, "load_policy", load)
+    settings = Settings(model="tiny", device="cpu", gradient_checkpointing=True)
     with pytest.raises(KeyboardInterrupt):
-        plan_here(Settings(model="tiny", device="cpu", gradient_checkpointing=True), measured=True)
-    assert seen == {"gradient_checkpointing": True, "compiled": False, "tails_precision": "compute"}
+        plan_here(settings, measured=True)
+    assert seen == {"name": "tiny", "options": settings.policy_options()}
+    assert seen["options"].gradient_checkpointing
 
 
 def test_a_model_that_is_not_in_the_table_is_noted():
