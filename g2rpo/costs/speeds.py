@@ -18,7 +18,7 @@ import torch
 from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import Prompt
 from g2rpo.models.family import ModelShape
-from g2rpo.models.policy import Conditioning, Policy
+from g2rpo.models.policy import Conditioning, Policy, root_module
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import score_batch
 
@@ -146,9 +146,9 @@ def measure_speeds(
     """
     prompt, networks = example.text, policy.forwards_per_sample
     began = time.perf_counter()
-    with torch.no_grad(), policy.resident():  # type: ignore[attr-defined]
+    with torch.no_grad(), policy.resident():
         forward = measure_forward(policy, batch=batch)
-        with policy.tails():  # type: ignore[attr-defined]
+        with policy.tails():
             low = settings.tails_precision != "compute"
             tail = measure_forward(policy, batch=batch) if low else forward
     startup = time.perf_counter() - began - 4 * batch * networks * (forward + tail * low)
@@ -169,7 +169,7 @@ def measure_speeds(
         policy.velocity(x, sigma, cond).square().mean().backward()
 
     update = _seconds(step, policy) / rows / (3 + settings.gradient_checkpointing) / networks
-    for parameter in policy.module.parameters():
+    for parameter in root_module(policy).parameters():
         parameter.grad = None
     return Speeds(forward, tail, decode, update, reward_seconds / images, max(0.0, startup), "measured here")
 
@@ -184,7 +184,7 @@ def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> floa
 
 def _inputs(policy: Policy, batch: int) -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
     cond = policy.encode(["a red circle on a white background"])
-    cond = cond[torch.zeros(batch, dtype=torch.long, device=cond.text.device)]
+    cond = cond[torch.zeros(batch, dtype=torch.long)]
     x = torch.randn(batch, *policy.latent_shape, generator=torch.Generator().manual_seed(0)).to(policy.device)
     return x, torch.full((batch,), 0.5, device=policy.device), cond
 
