@@ -2,8 +2,8 @@
 
     CACHE/<encoder>/identity.txt             everything that determines the embeddings, except the prompt
     CACHE/<encoder>/<keys>.safetensors       up to 64 prompts: the tensors [n, ...] of their conditioning, and
-                                             their keys; of a ragged tensor the rows without padding, one after
-                                             the other [sum of lengths, ...], and NAME.lengths [n]
+                                             their keys; of a ragged tensor the rows without padding, in one
+                                             tensor [sum of lengths, ...], and NAME.lengths [n]
 
 A key is sha256(identity, prompt); the identity covers the encoders' files, dtype and token length, so the
 cache of a changed encoder is empty. Shards are written atomically (rename) and are their own index: an

@@ -1,7 +1,7 @@
 """PolicyOptions: the single list of what determines how a policy is loaded.
 
-Settings, inference, evaluation, planning and tests all pass this object. Importing this module loads no torch,
-because settings are validated without it.
+Settings, inference, evaluation, planning and tests all pass this object. Importing this module needs no
+torch, because settings are validated without it.
 """
 
 from __future__ import annotations
