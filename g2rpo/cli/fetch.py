@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -33,6 +35,7 @@ def fetch(
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
     quiet_other_packages()
+    sys.path.append(os.getcwd())  # as in `train`: a reward of one's own may name its files
     from g2rpo.setup.fetch import fetch_needs, needs
 
     required = needs(settings.model, [*settings.rewards, *settings.eval_rewards], settings.reward_options)

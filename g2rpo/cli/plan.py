@@ -57,7 +57,7 @@ def plan(
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
-    sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
+    sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
 
