@@ -70,9 +70,7 @@ class CheckedReward:
         """
         n = len(images)
         if self.groupwise:
-            raise ValueError(
-                f"reward {self.name!r} is groupwise: it scores the images of one group, by judge()"
-            )
+            raise ValueError(f"reward {self.name!r} is groupwise: its `judge` scores the images of one group")
         if len(prompts) != n or (metadata is not None and len(metadata) != n):
             lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
             raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; give one per image")

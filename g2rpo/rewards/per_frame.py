@@ -55,9 +55,7 @@ class PerFrame:
         if reduce not in REDUCTIONS:
             raise ValueError(f"reduce={reduce!r} must be one of {', '.join(map(repr, REDUCTIONS))}")
         if (frames < 1) if isinstance(frames, int) else (frames is not None and not list(frames)):
-            raise ValueError(
-                f"frames={frames!r} must be a number >= 1, a list of at least one frame, or None"
-            )
+            raise ValueError(f"frames={frames!r} must be a number >= 1, a list of frames, or None for all")
         if batch is not None and batch < 1:
             raise ValueError(f"batch={batch} must be >= 1, the number of frames per call, or None")
         self.reward, self.reduce, self.batch = reward, reduce, batch

@@ -2,8 +2,8 @@
 
 A cell is the G images of one prompt, one noise step and one granularity. Tails that end at the same images
 share a cell, and so do all noise steps of a path. Exploration lists the distinct images as [distinct images,
-P, G], so a cell is G consecutive images. Decode batches may cut a cell anywhere: decoded images are kept
-until their cell is complete, and not at all without a groupwise reward.
+P, G], so a cell is G consecutive images. Decode batches may cut a cell anywhere: the images of an incomplete
+cell are kept in 8 bits until the next batch, and none are kept without a groupwise reward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CellJudge:
         self._prompts, self._metadata = prompts, metadata
         self._group_size, self._num_cells = group_size, num_cells
         self._scores: dict[str, list[Tensor]] = {name: [] for name in rewards}
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: tuple[Tensor, Tensor] | None = None
         self._next = 0
 
     def add(self, pixels: Tensor, finite: Tensor) -> None:
@@ -55,17 +55,19 @@ class CellJudge:
         """
         if not self._rewards:
             return
-        kept_pixels, kept_finite = map(torch.cat, zip(*self._kept, (pixels, finite), strict=True))
+        if self._kept is not None:
+            pixels = torch.cat([self._kept[0].to(pixels.dtype) / 255, pixels])
+            finite = torch.cat([self._kept[1], finite])
         low = 0
-        while low + self._group_size <= len(kept_pixels) and self._next < self._num_cells:
+        while low + self._group_size <= len(pixels) and self._next < self._num_cells:
             cell = slice(low, low + self._group_size)
             prompt = self._next % len(self._prompts)
             about = None if self._metadata is None else self._metadata[prompt]
             for name, reward in self._rewards.items():
-                scores = reward.judge(kept_pixels[cell], self._prompts[prompt], about, kept_finite[cell])
+                scores = reward.judge(pixels[cell], self._prompts[prompt], about, finite[cell])
                 self._scores[name].append(scores)
             low, self._next = cell.stop, self._next + 1
-        self._kept = [(kept_pixels[low:], kept_finite[low:])]
+        self._kept = (pixels[low:] * 255).round().to(torch.uint8), finite[low:]
 
     def scores(self, num_images: int) -> dict[str, Tensor]:
         """Returns the scores of all images by reward, [num_images], float32; NaN for the anchors' images."""
