@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -29,6 +31,7 @@ def fetch(
     from g2rpo.config.load import load_settings
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
+    sys.path.append(os.getcwd())  # as in `train`: a reward of one's own may name its files
     from g2rpo.setup.fetch import fetch_needs, needs
 
     rewards = [*settings.rewards, *settings.eval_rewards]

@@ -58,7 +58,7 @@ def plan(
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     if measure:
         quiet_other_packages()  # without --measure no model is loaded, and neither are these packages
-    sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
+    sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,28 @@ def check_evaluation(settings: Settings) -> None:
         raise ValueError(f"keep_best={settings.keep_best!r} is not evaluated; take none or one of {rewards}")
     if not settings.eval_every:
         raise ValueError(f"keep_best={settings.keep_best!r} needs evaluations: set eval_every, or none")
+
+
+def check_groupwise(settings: Settings, groupwise: Collection[str]) -> None:
+    """Groupwise rewards train only: the images of an evaluation belong to no group.
+
+    Args:
+        groupwise: those rewards of the run that are groupwise; to know them, their modules are imported.
+
+    Raises:
+        ValueError: such a reward is in eval_rewards or keep_best, or no reward remains for the evaluations.
+    """
+    for key, names in (("eval_rewards", settings.eval_rewards), ("keep_best", [settings.keep_best])):
+        if wrong := [name for name in names if name in groupwise]:
+            raise ValueError(
+                f"{key}: {wrong[0]!r} is groupwise: it compares the images of one group of the rollout, and "
+                f"evaluation images belong to no group. Use it in rewards, and a pointwise reward in {key}"
+            )
+    if settings.eval_every and not {*settings.rewards, *settings.eval_rewards} - {*groupwise}:
+        raise ValueError(
+            f"eval_every={settings.eval_every} would evaluate nothing: all rewards are groupwise, and "
+            "evaluation images belong to no group; name a pointwise one in eval_rewards, or set eval_every=0"
+        )
 
 
 def check_adapters(settings: Settings) -> None:

@@ -5,8 +5,8 @@
     memory      by phase, see memory.py; docs/performance.md compares it with measured peaks
     time        forwards x seconds per forward, which are given, measured or from a table (speeds.py)
 
-The weights and times of the published reward models are known (memory.py, speeds.py); those of other rewards
-are measured or omitted.
+The parameters and times of a reward are in its spec (rewards.py); what is unknown is measured, or a note says
+that it is not counted.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from g2rpo.costs.memory import (
     shape_of_run,
     trained_params,
 )
+from g2rpo.costs.rewards import group_comparisons, uncounted_notes
 from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
 from g2rpo.models.family import ModelShape
 from g2rpo.rollouts.plan import Plan
@@ -48,6 +49,9 @@ class Costs:
         shape: sizes and FLOPs of the model.
         forwards: part -> mean number per iteration, over all processes: anchor, sde, tails, total, update.
         images: images decoded and scored per iteration, over all processes; identical ones count once.
+        cells: cells that a groupwise reward judges per iteration, over all processes; identical ones count
+            once.
+        comparisons: groupwise reward -> comparisons per iteration, over all processes.
         eval_forwards: forwards of all evaluations, sample grids and the before/after comparison.
         trained_params: number of trained parameters.
         memory: bytes on each process's device, by phase and part (memory.py).
@@ -77,6 +81,8 @@ class Costs:
     released_gpu_hours: float | None = None
     rollout_batch: int = 1
     speeds: Speeds | None = None
+    cells: float = 0.0
+    comparisons: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -130,6 +136,7 @@ def plan_costs(
     forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
     per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
     images = groups * sum(per_group) / n
+    cells = groups * sum(plan.images_per_member for plan in plans) / n
     size, recomputed = settings.group_size, settings.gradient_checkpointing
     passes = [algorithm.forwards_per_row(plan, size, recomputed) for plan in plans]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
@@ -147,7 +154,7 @@ def plan_costs(
             "rollout": (forwards["total"] - forwards["tails"]) * speeds.forward
             + forwards["tails"] * speeds.tail,
             "decode": images * speeds.decode,
-            "reward": images * speeds.reward,
+            "reward": images * speeds.reward + cells * speeds.cell,
             "update": update_cost * speeds.update,
         }
         seconds = {part: value / num_processes for part, value in parts.items()}
@@ -158,6 +165,7 @@ def plan_costs(
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
     if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
         notes += ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
+    notes += uncounted_notes(settings, speeds.untimed if speeds is not None else ())
     notes += coinciding_tails(plans, settings)
     notes += tuple(filter(None, map(coarse_tails_warning, plans)))[:1]
     if memory_bytes is not None:
@@ -177,6 +185,8 @@ def plan_costs(
         released_gpu_hours=released_hours,
         rollout_batch=_int(settings.rollout_batch),
         speeds=speeds,
+        cells=cells,
+        comparisons=group_comparisons(settings, cells),
         notes=notes,
     )
 
@@ -214,6 +224,10 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         table.append(("forwards per iteration", item, f"{count:,.0f}"))
     table += [
         ("images per iteration", "decoded and scored", f"{costs.images:,.0f}"),
+        *(
+            ("group judgements per iteration", name, f"{count:,.0f} comparisons in {costs.cells:,.0f} cells")
+            for name, count in costs.comparisons.items()
+        ),
         ("forwards per run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
         (
             "compute",
@@ -235,7 +249,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
     table += [("time per iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
     if costs.run_seconds is not None and costs.speeds is not None:
         table.append(("time per iteration", "total", f"{sum(costs.seconds.values()):,.1f} s"))
-        scoring = "" if costs.speeds.reward else ", without scoring"
+        scoring = "" if costs.speeds.reward or costs.speeds.cell else ", without scoring"
         hours = costs.run_seconds / 3600
         devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""
         table.append(("time", f"entire run{scoring}", f"{hours:,.2f} h{devices}"))

@@ -23,7 +23,7 @@ import torch
 
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.algorithms.registry import make_algorithm
-from g2rpo.config.checks import check_files
+from g2rpo.config.checks import check_files, check_groupwise
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
@@ -39,7 +39,7 @@ from g2rpo.objectives.advantages import advantages_of
 from g2rpo.objectives.batch import rows_of
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.exits import RewardExited
-from g2rpo.rewards.registry import CheckedReward, load_rewards
+from g2rpo.rewards.registry import CheckedReward, groupwise_names, load_rewards
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
@@ -96,6 +96,13 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
     return {name: str(Path(getattr(settings, name)).expanduser().absolute()) for name in ("out", "cache")}
 
 
+def _run_rewards(settings: Settings, device: torch.device) -> dict[str, CheckedReward]:
+    """Loads the rewards of a run, trained and evaluated ones."""
+    names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
+    check_groupwise(settings, groupwise_names(names))
+    return load_rewards(names, device, settings.reward_options)
+
+
 class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
@@ -137,10 +144,7 @@ class Trainer:
         options = settings.policy_options()
         check_policy(settings.model, options, mesh=mesh, family=settings.family)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
-        names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
-        self.rewards: dict[str, CheckedReward] = run_together(
-            lambda: load_rewards(names, device, settings.reward_options)
-        )
+        self.rewards: dict[str, CheckedReward] = run_together(lambda: _run_rewards(settings, device))
         embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
         self.policy: Policy = load_policy(
@@ -161,7 +165,7 @@ class Trainer:
         ] = {}  # of the checkpoint before; the next line of metrics tells it
         self.evaluator = Evaluator(
             self.policy,
-            self.rewards,
+            {name: reward for name, reward in self.rewards.items() if not reward.groupwise},
             self.cache,
             settings.eval_num_steps,
             self.algorithm.shift,
@@ -350,7 +354,8 @@ class Trainer:
         update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
         names = list(settings.rewards)
-        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip)
+        groupwise = [name for name in names if self.rewards[name].groupwise]
+        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip, groupwise)
         rewards |= self.curriculum.observe(every_rollout, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
