@@ -6,8 +6,8 @@
     print(g2rpo.evaluate(["tiny", run.out], "world:heldout", ["verifier"], limit=64).means)
 
 Functions do what the commands of the same name do. Components of your own are classes that follow a protocol
-(`Policy`, `Reward`, `GroupReward`, `Objective`, `Algorithm`) or a `ModelFamily`; give them to `Trainer`, or name
-them as "module:attribute" in a recipe (docs/extending.md).
+(`Policy`, `Reward`, `GroupReward`, `Objective`, `Algorithm`) or a `ModelFamily`; give them to `Trainer`, or
+name them as "module:attribute" in a recipe (docs/extending.md).
 
 Importing the package loads none of its subpackages; torch and diffusers are imported when first needed.
 """
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 SettingValue: TypeAlias = (
-    "str | int | float | bool | None | Path | Sequence[SettingValue] | Mapping[str, SettingValue]"
+    "str | int | float | bool | Path | Sequence[SettingValue] | Mapping[str, SettingValue] | None"
 )
 """A value of a setting; None is the setting's default."""
 
