@@ -10,13 +10,13 @@ import argparse
 from pathlib import Path
 
 import torch
+from g2rpo.models.flux.weights import LORA_FILE
 from torch import Tensor, nn
 
 from g2rpo.data.prompts import read_prompts
 from g2rpo.evaluation.before_after import changes_of, markdown
 from g2rpo.inference.open import open_policy
 from g2rpo.inference.sample import sample_images
-from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.tiny import assets
 from g2rpo.rewards.registry import load_rewards
 

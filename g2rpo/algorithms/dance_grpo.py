@@ -21,8 +21,8 @@ def dance_grpo(
 ) -> Algorithm:
     """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
 
-    As in its FLUX script, each iteration takes three optimizer steps, over four of twelve members each. The
-    arguments are documented in `Algorithm` and `EveryStep`.
+    As in its released image script, each iteration takes three optimizer steps, over four of twelve members
+    each. The arguments are documented in `Algorithm` and `EveryStep`.
     """
     return Algorithm(
         plan=EveryStep(train_fraction),

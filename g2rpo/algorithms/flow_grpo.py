@@ -22,9 +22,10 @@ def flow_grpo(
     kl_beta: float = 0.0,
     update: str | int = "once",
 ) -> Algorithm:
-    """Flow-GRPO (arXiv:2505.05470) with its FLUX settings: noise on every step, the batch's spread.
+    """Flow-GRPO (arXiv:2505.05470): noise on every step, the batch's spread.
 
-    Its two updates per iteration are left out. For SD3.5-M it uses num_steps 10, eta 0.7 and a KL.
+    The settings are those of its released script for guidance-distilled image models, without the two updates
+    per iteration. Its main script, for a model without distillation, uses num_steps 10, eta 0.7 and a KL.
 
     Args:
         window: 2 or 3 gives Flow-GRPO-Fast: noise on that many consecutive steps only, at a random position

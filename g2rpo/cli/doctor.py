@@ -28,7 +28,7 @@ def doctor(
     \b
     Examples:
       g2rpo doctor
-      g2rpo doctor --verify tuned/lora.safetensors --base black-forest-labs/FLUX.1-dev
+      g2rpo doctor --verify tuned/lora.safetensors --base owner/model
     """
     if base is not None and verify is None:
         raise ValueError(

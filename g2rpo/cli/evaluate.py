@@ -64,8 +64,8 @@ def evaluate(
     \b
     Examples:
       g2rpo evaluate tiny tiny@g2rpo --prompts world:heldout --limit 64 --rewards tiny_clip,verifier
-      g2rpo evaluate black-forest-labs/FLUX.1-dev runs/flux --prompts prompts.txt --rewards hps,clip \\
-        --steps 10,20,50 --labels FLUX.1-dev,G2RPO --out evaluations/flux
+      g2rpo evaluate owner/model runs/a --prompts prompts.txt --rewards hps,clip \\
+        --steps 10,20,50 --labels base,G2RPO --out evaluations/a
       torchrun --nproc-per-node 8 -m g2rpo evaluate runs/a runs/b --prompts prompts.txt --rewards hps
     """
     drawing = drawing_of(

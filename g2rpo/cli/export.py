@@ -23,9 +23,9 @@ def export(
     layout: Annotated[
         Literal["auto", "diffusers", "lora", "single_file", "comfyui"],
         typer.Option(
-            help="Layout: `diffusers` is a complete FluxPipeline, `lora` only the adapters, `auto` what the "
+            help="Layout: `diffusers` is a complete pipeline, `lora` only the adapters, `auto` what the "
             "run trained. `single_file` (the transformer) and `comfyui` (the adapters) are one file with the "
-            "tensor names of the original FLUX.1 release."
+            "tensor names of the model's original release."
         ),
     ] = "auto",
     dtype: Annotated[

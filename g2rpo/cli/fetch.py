@@ -27,7 +27,7 @@ def fetch(
     \b
     Examples:
       g2rpo fetch my.toml --dry-run
-      g2rpo fetch my.toml model=black-forest-labs/FLUX.1-dev
+      g2rpo fetch my.toml model=owner/model
     """
     from g2rpo.config.load import load_settings
 

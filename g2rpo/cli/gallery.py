@@ -54,7 +54,7 @@ def gallery(
     \b
     Examples:
       g2rpo gallery tiny tiny@g2rpo --prompts world:heldout --limit 6
-      g2rpo gallery black-forest-labs/FLUX.1-dev runs/a runs/b --labels base,A,B \\
+      g2rpo gallery owner/model runs/a runs/b --labels base,A,B \\
         --prompt "a cat" --prompt "a dog" --shift pipeline
     """
     drawing = drawing_of(

@@ -46,7 +46,7 @@ def plan(
     Examples:
       g2rpo plan
       g2rpo plan tiny_gpu group_size=24 --measure
-      g2rpo plan flux_hps prompts=world:train --processes 16 --memory 80 --gpu H100
+      g2rpo plan my.toml prompts=world:train --processes 16 --memory 80 --gpu H100
       g2rpo plan my.toml --processes 8 --memory 80 --seconds-per-forward 0.35
     """
     from g2rpo.config.load import load_settings
@@ -56,7 +56,8 @@ def plan(
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    quiet_other_packages()
+    if measure:
+        quiet_other_packages()  # without --measure no model is loaded, and neither are these packages
     sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here

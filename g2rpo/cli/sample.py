@@ -73,7 +73,7 @@ def sample(
       g2rpo sample tiny@g2rpo --compare tiny
       g2rpo sample tiny --prompt "two red circles above a blue star"
       g2rpo sample runs/tiny --compare tiny --prompts world:demo --out before_after
-      g2rpo sample runs/flux --steps 50 --first-steps 30 --then black-forest-labs/FLUX.1-dev \\
+      g2rpo sample runs/a --steps 50 --first-steps 30 --then owner/model \\
         --shift pipeline --prompt "a cat"
     """
     if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a first look without arguments

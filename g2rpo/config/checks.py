@@ -70,11 +70,7 @@ def check_adapters(settings: Settings) -> None:
 
 
 def check_precision(settings: Settings) -> None:
-    """Eight bits need what computes in them."""
-    if settings.tails_precision == "float8":
-        from g2rpo.models.loading.low_precision import check_float8  # needs torch: only where it is used
-
-        check_float8(settings.precision, settings.base_dtype)
+    """Moments in eight bits need what computes in them."""
     if settings.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
         raise ValueError("optimizer=adamw8bit needs torchao, which is not installed: pip install torchao")
 

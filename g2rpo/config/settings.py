@@ -4,6 +4,7 @@ An option of the algorithm is None if the preset's default applies; an option th
 an error. Mathematical functions never receive this model: the trainer passes plain arguments to them.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from g2rpo.algorithms.registry import algorithm_defaults
 from g2rpo.config import checks
 from g2rpo.config.recipe import to_toml
+from g2rpo.models.options import (
+    OPTION_NAMES,
+    BaseDtype,
+    PolicyOptions,
+    Precision,
+    SigmaRounding,
+    TailsPrecision,
+    as_resolution,
+    plain_resolution,
+)
 from g2rpo.runtime.text import did_you_mean
 
 Count = Annotated[int, Field(ge=1)]
@@ -35,6 +46,8 @@ class Settings(BaseModel):
     model: Text = "tiny"
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
     or `random:flux-dev` (FLUX.1-dev's size with random weights and without a download, for trials)."""
+    family: Text | None = None
+    """A model family of your own, as module:attribute, which is imported. None = found from the model."""
     weights: Text | None = None
     """A .safetensors file of transformer weights, with diffusers' or the original names, that replace the
     base's before training. None = the base's own weights."""
@@ -45,7 +58,7 @@ class Settings(BaseModel):
     lora_targets: list[str] | None = None
     """Suffixes of the names of layers that get adapters ("attn.to_q"). None = all linear layers of attention
     and MLPs."""
-    base_dtype: Literal["compute", "float8"] = "compute"
+    base_dtype: BaseDtype = "compute"
     """Storage of the frozen base under adapters: in the compute dtype, or in 8 bits, which takes half the
     memory of bfloat16."""
     gradient_checkpointing: bool = False
@@ -60,23 +73,26 @@ class Settings(BaseModel):
     guidance: NotNegative = 3.5
     """Guidance value given to a guidance-distilled model, in training and in evaluation images."""
     true_cfg: Positive = 1.0
-    """Scale of classifier-free guidance against the empty prompt. 1 = none; otherwise every velocity costs
+    """Scale of classifier-free guidance against the negative prompt. 1 = none; otherwise every velocity costs
     two forwards."""
-    resolution: Count | None = None
-    """Side of the square images in pixels. None = the model's own. The cost grows at least with its
-    square."""
+    negative_prompt: str | None = None
+    """Negative prompt of classifier-free guidance, with true_cfg other than 1. None = the model family's
+    own."""
+    resolution: Count | Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """Side of the square images in pixels, or [height, width]. None = the model's own. The cost grows at
+    least with the number of pixels."""
     max_sequence_length: Count | None = None
     """Maximum number of text tokens of the long prompt encoder. None = the model's own limit."""
-    precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
+    precision: Precision = "float32"
     """Precision of the policy's forwards. tf32 is float32 with products rounded on the GPU. With these three,
     states, log-probabilities and trained weights are float32. float64 is for checks."""
-    tails_precision: Literal["compute", "float8"] = "compute"
+    tails_precision: TailsPrecision = "compute"
     """`float8` multiplies in 8 bits in forwards whose result only a reward uses. It needs torchao, bfloat16
     and a GPU of compute capability 8.9; an H200 is 1.4 times as fast. docs/performance.md states the
     effect."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the run. auto = cuda if available."""
-    sigma_rounding: Literal["exact", "released"] = "exact"
+    sigma_rounding: SigmaRounding = "exact"
     """`released` gives the policy int(1000 sigma) / 1000, as the released code does."""
 
     # The algorithm; None = the preset's default. An option that the preset does not have is an error.
@@ -245,6 +261,14 @@ class Settings(BaseModel):
             raise ValueError(f"give a list of at least one entry, ascending and without repeats, not {value}")
         return value
 
+    @field_validator("resolution", mode="before")
+    @classmethod
+    def _plain_resolution(cls, value: Any) -> Any:
+        if not isinstance(value, str) and not (isinstance(value, list) and len(set(value)) == 1):
+            return value
+        size = as_resolution(value)
+        return None if size is None else plain_resolution(size)
+
     @field_validator("rewards")
     @classmethod
     def _at_least_one_reward(cls, value: dict[str, float]) -> dict[str, float]:
@@ -278,10 +302,17 @@ class Settings(BaseModel):
             checks.check_evaluation,
             checks.check_adapters,
             checks.check_precision,
+            Settings.policy_options,
             checks.check_length,
         ):
             check(self)
         return self
+
+    def policy_options(self) -> PolicyOptions:
+        """The options with which the run's policy is loaded."""
+        values = {name: getattr(self, name) for name in OPTION_NAMES}
+        weights = () if self.weights is None else (Path(self.weights),)
+        return PolicyOptions(**{**values, "weights": weights})
 
     def algorithm_options(self) -> dict[str, Any]:
         """The algorithm's options that are not None, as keyword arguments of its preset."""

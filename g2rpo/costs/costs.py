@@ -1,8 +1,8 @@
 """The cost of a run, computed before any weight is loaded: the content of `g2rpo plan`.
 
     forwards    counted by the plans themselves (Plan.nfe), over all iterations
-    FLOPs       torch's counter on the meta device; a backward counts as two forwards
-    memory      by phase, see memory.py; docs/flux.md compares it with measured peaks
+    FLOPs       closed formulas of the model family (ModelShape); a backward counts as two forwards
+    memory      by phase, see memory.py; docs/performance.md compares it with measured peaks
     time        forwards x seconds per forward, which are given, measured or from a table (speeds.py)
 
 The weights and times of the published reward models are known (memory.py, speeds.py); those of other rewards
@@ -33,7 +33,8 @@ from g2rpo.costs.memory import (
     trained_params,
 )
 from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
-from g2rpo.models.flux.shape import FluxShape, flux_shape
+from g2rpo.models.family import ModelShape
+from g2rpo.models.flux.shape import flux_shape
 from g2rpo.rollouts.plan import Plan
 
 GB = 1e9
@@ -62,7 +63,7 @@ class Costs:
         notes: remarks for the user, for example about granularities that coincide.
     """
 
-    shape: FluxShape
+    shape: ModelShape
     forwards: dict[str, float]
     images: float
     eval_forwards: int
@@ -207,7 +208,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         (
             "model",
             "image",
-            f"{shape.resolution_px} x {shape.resolution_px} px, {shape.latent_shape[0]} latent tokens",
+            f"{shape.width_px} x {shape.height_px} px, {shape.latent_shape[0]} latent tokens",
         ),
         ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
         ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
@@ -251,7 +252,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
 
 
 def _with_batch(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
+    settings: Settings, shape: ModelShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
 ) -> tuple[Settings, tuple[str, ...]]:
     """Replaces rollout_batch="auto" by a number; notes say if it cannot be chosen."""
     unknown = settings.model_copy(update={"rollout_batch": 1})
@@ -288,7 +289,7 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
 
 
-def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
+def _disk(settings: Settings, shape: ModelShape, trained: int, num_prompts: int | None) -> dict[str, int]:
     master = 8 if settings.precision == "float64" else 4
     moments = 2 * master  # moments in 8 bits are counted in full, too
     checkpoint = trained * (master + moments + (master if settings.ema_decay else 0))
@@ -300,17 +301,17 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
     kept += settings.keep_best is not None
     used = settings.iterations * settings.prompts_per_iteration
     prompts = min(used, num_prompts) if num_prompts is not None else used
-    row = shape.text_tokens * shape.text_dim + shape.pooled_dim
+    row = shape.embedding_numbers * (2 if settings.precision == "bfloat16" else 4)
     return {
         "one checkpoint": checkpoint,
         f"checkpoints ({kept} kept, 1 being written)": (kept + 1) * checkpoint,
-        f"embeddings of {prompts:,} prompts": prompts * row * (2 if settings.precision == "bfloat16" else 4),
+        f"embeddings of {prompts:,} prompts": prompts * row,
         "export": 4 * trained,
     }
 
 
 def _fit_notes(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
+    settings: Settings, shape: ModelShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
 ) -> tuple[str, ...]:
     """Empty if the run fits; otherwise the largest part and the first change of settings that would fit."""
 

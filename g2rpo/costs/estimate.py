@@ -12,7 +12,7 @@ from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
 from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import policy_of
+from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.runtime.processes import resolve_device
 
@@ -77,10 +77,7 @@ def _measured(settings: Settings) -> Speeds:
     device = resolve_device(settings.device)
     rewards = load_rewards(list(settings.rewards), device, settings.reward_options)
     batch = agreed_rollout_batch(settings, device)
-    policy = policy_of(
-        settings,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        compiled=settings.compile_blocks,
-        tails_precision=settings.tails_precision,
+    policy = load_policy(
+        settings.model, settings.policy_options(), device=settings.device, family=settings.family
     )
     return measure_speeds(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])

@@ -1,8 +1,9 @@
 """The speed of a device for `g2rpo plan`: measured on this machine, or from a table of measured rates.
 
-The table has rates in TFLOP/s of the model's counted operations, for FLUX.1-dev at 720 x 720 in bfloat16, in
-batches of 12 (decoding: 4); docs/performance.md says how they were measured. They hold for other resolutions
-to a good approximation, but not for a model a thousand times smaller, which has to be measured.
+The table has rates in TFLOP/s of the model's counted operations, for a 12-billion-parameter transformer of
+width 3,072 with 2,537 tokens in bfloat16, in batches of 12 (decoding: 4); docs/performance.md says how they
+were measured. They hold for other resolutions to a good approximation, but not for a model a thousand times
+smaller, which has to be measured.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import Prompt
-from g2rpo.models.flux.shape import FluxShape
-from g2rpo.models.policy import Conditioning, Policy
+from g2rpo.models.family import ModelShape
+from g2rpo.models.policy import Conditioning, Policy, root_module
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import score_batch
 
@@ -97,7 +98,7 @@ def rates_of(gpu: str) -> Rates | None:
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
 
 
-def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
+def tabulated_speeds(settings: Settings, shape: ModelShape, gpu: str) -> Speeds | None:
     """Times of these settings on a GPU according to the table; None if the table does not cover them."""
     rates = rates_of(gpu)
     if rates is None or shape.transformer_params < MIN_TABULATED_PARAMS or settings.precision != "bfloat16":
@@ -126,7 +127,7 @@ def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds |
     )
 
 
-def speeds_from_forward(shape: FluxShape, seconds_per_forward: float) -> Speeds:
+def speeds_from_forward(shape: ModelShape, seconds_per_forward: float) -> Speeds:
     """Times derived from the time of a forward, in seconds per image: all parts run at the same FLOP/s."""
     decode = seconds_per_forward * shape.decode_flops / shape.forward_flops
     forward = seconds_per_forward
@@ -145,9 +146,9 @@ def measure_speeds(
     """
     prompt, networks = example.text, policy.forwards_per_sample
     began = time.perf_counter()
-    with torch.no_grad(), policy.resident():  # type: ignore[attr-defined]
+    with torch.no_grad(), policy.resident():
         forward = measure_forward(policy, batch=batch)
-        with policy.tails():  # type: ignore[attr-defined]
+        with policy.tails():
             low = settings.tails_precision != "compute"
             tail = measure_forward(policy, batch=batch) if low else forward
     startup = time.perf_counter() - began - 4 * batch * networks * (forward + tail * low)
@@ -168,7 +169,7 @@ def measure_speeds(
         policy.velocity(x, sigma, cond).square().mean().backward()
 
     update = _seconds(step, policy) / rows / (3 + settings.gradient_checkpointing) / networks
-    for parameter in policy.module.parameters():
+    for parameter in root_module(policy).parameters():
         parameter.grad = None
     return Speeds(forward, tail, decode, update, reward_seconds / images, max(0.0, startup), "measured here")
 
@@ -183,7 +184,7 @@ def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> floa
 
 def _inputs(policy: Policy, batch: int) -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
     cond = policy.encode(["a red circle on a white background"])
-    cond = cond[torch.zeros(batch, dtype=torch.long, device=cond.text.device)]
+    cond = cond[torch.zeros(batch, dtype=torch.long)]
     x = torch.randn(batch, *policy.latent_shape, generator=torch.Generator().manual_seed(0)).to(policy.device)
     return x, torch.full((batch,), 0.5, device=policy.device), cond
 

@@ -52,14 +52,16 @@ def resolution_shift(
     base_tokens: int = 256,
     max_tokens: int = 4096,
 ) -> float:
-    """Returns FLUX.1's shift for an image of `num_tokens` latent tokens: 3.16 at 1024 px, 2.22 at 720 px.
+    """Returns the shift that grows with the number of latent tokens of an image.
 
     mu is linear in the number of tokens, through base_shift at base_tokens and max_shift at max_tokens, also
     outside this range; then
 
         sigma = e^mu / (e^mu + 1/t - 1)  =  shift t / (1 + (shift - 1) t)  with  shift = e^mu
 
-    (`time_shift` and `get_lin_function` in black-forest-labs/flux, sampling.py; FluxPipeline does the same).
+    as in diffusers' FlowMatchEulerDiscreteScheduler with dynamic shifting (`calculate_shift` of its
+    pipelines). The defaults give 3.16 for 64 x 64 tokens and 2.22 for 45 x 45 (1024 and 720 px, if a token
+    covers 16 x 16 pixels).
 
     Raises:
         ValueError: num_tokens < 1, or base_tokens equals max_tokens.

@@ -28,6 +28,7 @@ from g2rpo.flow.solvers import dpm2m_step
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
+from g2rpo.runtime.processes import copied_to
 from g2rpo.runtime.random import keyed_noise
 from g2rpo.runtime.timing import Timer
 
@@ -148,7 +149,7 @@ def explore(
         rollout_batch: maximum number of samples per forward.
         noise: dependence between the noise of a group's members, see `group_noise.group_noise`.
         timer: receives the laps "anchor" and "tails" (which includes the later noise steps of a path).
-        tails: context manager for the forwards whose results only a reward sees, such as FluxPolicy.tails.
+        tails: context manager for the forwards whose results only a reward sees, `Policy.tails`.
 
     Raises:
         ValueError: the number of conditioning rows differs from that of the prompts, rollout_batch < 1, or
@@ -169,10 +170,10 @@ def explore(
             for key in keys
         ]
     ).unflatten(0, (len(plan.noise_steps), len(keys)))
-    anchor = walk_anchor(forwards, plan, levels, _on(policy.device, start))
+    anchor = walk_anchor(forwards, plan, levels, copied_to(policy.device, start))
     if timer is not None:
         timer.lap("anchor")
-    member_noise = _on(policy.device, member_noise)
+    member_noise = copied_to(policy.device, member_noise)
     with ExitStack() as stack:
         exploration = run_branches(
             forwards,
@@ -202,7 +203,7 @@ def walk_anchor(forwards: CountedPolicy, plan: Plan, levels: Tensor, start: Tens
     """
     starts = {branch.noise_steps[0] for branch in plan.branches}
     rows = torch.arange(len(start), device=start.device)
-    sigma = _on(start.device, levels[:, None].repeat(1, len(start)))
+    sigma = copied_to(start.device, levels[:, None].repeat(1, len(start)))
     states, velocities = {}, {}
     x = start
     for position in range(plan.anchor_evaluations):
@@ -242,7 +243,7 @@ def run_branches(
     num_noise_steps, num_prompts, group_size = noise.shape[:3]
     prompt_rows = torch.arange(num_prompts, device=noise.device).repeat_interleave(group_size)
     wave_sigmas = [
-        _on(noise.device, levels[list(wave.positions)].repeat_interleave(len(prompt_rows)))
+        copied_to(noise.device, levels[list(wave.positions)].repeat_interleave(len(prompt_rows)))
         for wave in tree.waves
     ]
     sigmas = levels[: plan.num_steps + 1]
@@ -304,10 +305,3 @@ def run_branches(
         image_of_tail=tree.image_of_tail,
         nfe={**forwards.counts, "total": sum(forwards.counts.values())},
     )
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copies a CPU tensor to the device without blocking the host, which requires pinned memory."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -15,8 +15,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from g2rpo.models.flux.random import is_random
-from g2rpo.models.loading.files import PARTS, local_folder, read_json
+from g2rpo.models.flux.family import PARTS
+from g2rpo.models.loading.files import local_folder, read_json
+from g2rpo.models.registry import is_random
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.rewards.registry import REWARDS
 from g2rpo.runtime.text import did_you_mean
@@ -209,7 +210,7 @@ def _model_need(model: str) -> Need:
         return Need("model", f"{model}: ships with g2rpo")
     if not Path(model).expanduser().is_dir() and model.count("/") == 1 and model[0] not in "./~":
         return _hub_need("model", Source(model, MODEL_FILES))
-    folder = local_folder(model)  # raises a ValueError that says what a model may be
+    folder = local_folder(model, PARTS)  # raises a ValueError that says what a model may be
     if missing := missing_files(folder):
         raise ValueError(
             f"{folder} is incomplete; it lacks {', '.join(missing)}. Copy them from the source of the model, "
@@ -276,7 +277,7 @@ def _download(need: Need) -> Path:
 
     assert need.source is not None
     if need.what == "model":
-        folder = local_folder(need.origin)
+        folder = local_folder(need.origin, PARTS)
         if missing := missing_files(folder):
             raise ValueError(f"{need.origin} was fetched into {folder}, but lacks {', '.join(missing)}")
         return folder

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 
 from g2rpo.inference.open import export_record
+from g2rpo.models.flux.family import PARTS
 from g2rpo.models.flux.known import FLUX_1_DEV
 from g2rpo.models.flux.layout import is_original, original_prefix, to_original
-from g2rpo.models.flux.lora_checks import inspect_lora
-from g2rpo.models.flux.lora_keys import is_lora
-from g2rpo.models.flux.weights import weight_file
-from g2rpo.models.loading.files import PARTS, component_class, read_json, transformer_config
+from g2rpo.models.flux.network import ORIGINAL
+from g2rpo.models.loading.files import component_class, read_json
 from g2rpo.models.loading.reading import Header, read_header
+from g2rpo.models.registry import find_model
+from g2rpo.models.transformer.lora_checks import inspect_lora
+from g2rpo.models.transformer.lora_keys import is_lora
+from g2rpo.models.transformer.weights import weight_file
 from g2rpo.setup.doctor import Row
 from g2rpo.setup.headers import AGAIN, Shapes, compared, dtypes, problems
 from g2rpo.setup.verify_rewards import REWARD_KINDS
@@ -139,7 +142,7 @@ def _lora(path: Path, config: Mapping[str, Any]) -> list[Row]:
     """Checks a LoRA as loading does; adapters are small, so their values are read too."""
     shapes = _diffusers_shapes("transformer", config)
     layers = {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) == 2}
-    file = inspect_lora(path, layers, config)
+    file = inspect_lora(path, layers, config, ORIGINAL)
     rows = [Row(path.name, "missing", problem.description, problem.advice) for problem in file.problems]
     summary = f"a LoRA on {len(file.layers)} layers, rank {_span(file.ranks)}, {dtypes(file.header)}"
     return rows or [Row(path.name, "ok", summary, file.note)]
@@ -204,7 +207,7 @@ def _network(folder: Path, stem: str, shapes: Shapes, ties: Mapping[str, str] | 
 
 def _transformer_config(base: str | None) -> Mapping[str, Any]:
     """Returns the configuration of the transformer of `base`; raises ValueError if there is none."""
-    return transformer_config(base) if base else FLUX_1_DEV["transformer"]
+    return find_model(base)[1].config("transformer") if base else FLUX_1_DEV["transformer"]
 
 
 def _diffusers_shapes(part: str, config: Mapping[str, Any]) -> Shapes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,11 +17,9 @@ from rich.console import Console
 from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import SHARDS, EmbeddingCache
 from g2rpo.data.prompts import ReadReport, read_prompts
-from g2rpo.models.flux.random import RandomText, is_random, random_configs
-from g2rpo.models.flux.text import FluxText
-from g2rpo.models.loading.files import flux_folder
+from g2rpo.models.family import TextEncoders, Truncation
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.models.registry import load_text_encoders
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     any_process,
@@ -42,7 +39,7 @@ INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 class Encoders:
     """A model's text encoders without its policy, as an `Encoder` for the embedding cache."""
 
-    text: FluxText | RandomText
+    text: TextEncoders
 
     @property
     def device(self) -> torch.device:
@@ -63,63 +60,8 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
     Raises:
         ValueError: an unknown model, another kind of pipeline, or a max_sequence_length out of range.
     """
-    # The same matmul and attention settings as in FluxPolicy.load give bit-equal embeddings.
-    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    name, precision, length = settings.model, settings.precision, settings.max_sequence_length
-    if is_random(name):
-        text = RandomText(random_configs(name), device=device, precision=precision, length=length)
-        return Encoders(text)
-    folder = tiny_folder(name)[0] if is_tiny(name) else flux_folder(name)
-    return Encoders(FluxText(folder, device=device, precision=precision, max_sequence_length=length))
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """Prompts that are longer than an encoder's limit.
-
-    Attributes:
-        encoder: "CLIP" or "T5".
-        tokens: the limit, including special tokens.
-        prompts: the truncated prompts.
-    """
-
-    encoder: str
-    tokens: int
-    prompts: tuple[str, ...]
-
-    def __str__(self) -> str:
-        effect = (
-            "only their pooled embedding, not T5's input"
-            if self.encoder == "CLIP"
-            else "what the model reads"
-        )
-        first = self.prompts[0][:60] + ("…" if len(self.prompts[0]) > 60 else "")
-        return (
-            f"{self.encoder} truncates {len(self.prompts)} prompts to {self.tokens} tokens, which shortens "
-            f"{effect}; the first: {first!r}"
-        )
-
-
-def truncated_prompts(text: Any, prompts: Sequence[str]) -> list[Truncation]:
-    """The prompts that CLIP and T5 truncate: one entry per encoder that truncates any.
-
-    Args:
-        text: the text encoders. Only FluxText has tokenizers; other encoders truncate nothing.
-        prompts: the prompts to check.
-    """
-    if not isinstance(text, FluxText) or not prompts:
-        return []
-    truncations = []
-    for encoder, tokenizer, limit in (
-        ("CLIP", text.tokenizer, int(text.tokenizer.model_max_length)),
-        ("T5", text.tokenizer_2, text.max_sequence_length),
-    ):
-        ids = tokenizer(list(prompts), truncation=False, padding=False, verbose=False).input_ids
-        long = tuple(prompt for prompt, row in zip(prompts, ids, strict=True) if len(row) > limit)
-        truncations += [Truncation(encoder, limit, long)] if long else []
-    return truncations
+    encoders = load_text_encoders(settings.model, settings.policy_options(), device, family=settings.family)
+    return Encoders(encoders)
 
 
 @dataclass(frozen=True)
@@ -172,7 +114,7 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
         except KeyboardInterrupt:
             say(INTERRUPTED.format(filling.added))
             return EmbedResult(len(texts), len(share), already, filling.added, True, [])
-    truncations = truncated_prompts(policy.text, texts)
+    truncations = policy.text.truncated(texts)
     sources = dict.fromkeys(source for source in (settings.prompts, settings.eval_prompts) if source)
     for line in (*(_summary(read_prompts(source)[1]) for source in sources), *map(str, truncations)):
         say(line)

@@ -6,15 +6,16 @@ from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import read_prompts
 from g2rpo.data.stream import PromptStream
 from g2rpo.evaluation.before_after import Comparison
+from g2rpo.models.registry import negative_prompt_of
 
 
 def run_prompts(settings: Settings) -> list[str]:
     """All distinct texts that a run encodes: for training, evaluation, sample grids and the comparison.
 
-    With true classifier-free guidance the empty prompt is one of them.
+    With classifier-free guidance the negative prompt is one of them.
 
     Raises:
-        ValueError: a source of prompts cannot be read.
+        ValueError: a source of prompts cannot be read, or there is no such model.
     """
     prompts, _ = read_prompts(settings.prompts)
     eval_prompts = (
@@ -27,6 +28,6 @@ def run_prompts(settings: Settings) -> list[str]:
     texts = [prompt.text for prompt in (*trained, *prompts[: settings.num_sample_prompts])]
     texts += [prompt.text for prompt in eval_prompts] if settings.eval_every else []
     texts += [text for image_set in comparison.sets for text in image_set.prompts]
-    if settings.true_cfg != 1:
-        texts.append("")  # the negative prompt
+    negative = negative_prompt_of(settings.model, settings.policy_options(), family=settings.family)
+    texts += [] if negative is None else [negative]
     return list(dict.fromkeys(texts))

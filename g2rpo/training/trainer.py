@@ -33,9 +33,8 @@ from g2rpo.evaluation.before_after import Change, Comparison
 from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator
 from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.policy import Conditioning
-from g2rpo.models.registry import check_weights, policy_of
+from g2rpo.models.policy import Conditioning, Policy, root_module, trained_parameters
+from g2rpo.models.registry import check_policy, load_policy
 from g2rpo.objectives.advantages import advantages_of
 from g2rpo.objectives.batch import rows_of
 from g2rpo.objectives.stats import invalid_share, reward_metrics
@@ -135,7 +134,8 @@ class Trainer:
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
             torch.use_deterministic_algorithms(True)
-        check_weights(settings, mesh)
+        options = settings.policy_options()
+        check_policy(settings.model, options, mesh=mesh, family=settings.family)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = run_together(
@@ -143,18 +143,14 @@ class Trainer:
         )
         embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
-        self.policy: FluxPolicy = policy_of(
-            settings,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            compiled=settings.compile_blocks,
-            tails_precision=settings.tails_precision,
-            mesh=mesh,
+        self.policy: Policy = load_policy(
+            settings.model, options, device=settings.device, mesh=mesh, family=settings.family
         )
         self.cache = EmbeddingCache(settings.cache)
-        if settings.true_cfg != 1:
-            self.policy.set_negative(self.cache.get(self.policy, [""]))
+        if self.policy.negative_prompt is not None:
+            self.policy.set_negative(self.cache.get(self.policy, [self.policy.negative_prompt]))
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
-        self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
+        self.parameters = trained_parameters(self.policy)
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
         self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
@@ -216,7 +212,7 @@ class Trainer:
         if self.checkpoint is None:
             seed_everything(self.settings.seed)
             return
-        state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.curriculum}
+        state = {"module": root_module(self.policy), "optimizer": self.optimizer, "focus": self.curriculum}
         state |= {"ema": self.ema} if self.ema else {}
         self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
 
@@ -370,7 +366,7 @@ class Trainer:
         latest, reward = latest_checkpoint(self.out), self.settings.keep_best if best else None
         if latest is not None and latest.name == f"step_{self.step:06d}":
             return mark_best(self.out, self.step, reward) if reward is not None else None
-        state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
+        state: dict[str, Any] = {"module": root_module(self.policy), "optimizer": self.optimizer}
         state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
         state |= {"ema": self.ema} if self.ema else {}
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.flow.sde import transition, transition_log_prob
-from g2rpo.models.policy import Conditioning, Policy
+from g2rpo.models.policy import Conditioning, Policy, root_module, trained_parameters
 from g2rpo.objectives.batch import Rows
 from g2rpo.objectives.grpo import clipped_surrogate, step_kl
 from g2rpo.runtime.processes import gathered, world_size
@@ -58,18 +58,20 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
     Args:
         lora: the adapters are switched off for the reference; otherwise it uses a copy of the weights.
     """
-    module: Any = policy.module
+    modules: list[Any] = list(policy.modules.values())
     if lora:
 
         def without_adapters(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-            module.disable_adapters()
+            for module in modules:
+                module.disable_adapters()
             try:
                 return policy.velocity(x, sigma, cond)
             finally:
-                module.enable_adapters()
+                for module in modules:
+                    module.enable_adapters()
 
         return without_adapters
-    parameters = dict(module.named_parameters())
+    parameters = dict(root_module(policy).named_parameters())
     first = {name: p.detach().clone() for name, p in parameters.items()}
 
     def with_first_weights(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
@@ -113,7 +115,7 @@ def update(
     loss = _BatchLoss(policy, algorithm, rows, cond, sigmas.to(rows.x.device), reference)
     if len(steps) > 1:
         loss.store_old_log_probs(steps)
-    parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    parameters = list(trained_parameters(policy).values())
     metrics: dict[str, list[Tensor]] = {}
     for number, (batches, num_rows, members) in enumerate(steps):
         optimizer.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from g2rpo.models.flux.weights import LORA_FILE
 from safetensors.torch import load_file, save_file
 from support.processes import run_processes
 from support.random_flux import save_random_flux
@@ -16,7 +17,6 @@ from g2rpo.exporters.export import export_run
 from g2rpo.inference.open import open_policy
 from g2rpo.models.flux.layout import to_original
 from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.registry import check_weights, policy_of
 from g2rpo.runtime.processes import end_processes, start_processes
 from g2rpo.runtime.sharding import full_tensor, sharding_mesh

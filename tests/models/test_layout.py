@@ -5,15 +5,15 @@ import re
 
 import pytest
 import torch
+from g2rpo.models.flux.lora_checks import linear_shapes, read_lora
+from g2rpo.models.flux.lora_keys import is_lora
+from g2rpo.models.flux.weights import LORA_TARGETS, load_weights
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.random_flux import save_random_flux
 
 from g2rpo.models.flux.layout import is_original, original_prefix, sources, to_diffusers, to_original
-from g2rpo.models.flux.lora_checks import linear_shapes, read_lora
-from g2rpo.models.flux.lora_keys import is_lora
 from g2rpo.models.flux.lora_layout import lora_to_comfyui
-from g2rpo.models.flux.weights import LORA_TARGETS, load_weights
 
 WIDTH = 3072
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from g2rpo.models.flux.weights import LORA_FILE, load_weights
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,6 @@ from g2rpo.exporters.export import export_policy, export_run
 from g2rpo.inference.open import open_policy
 from g2rpo.models.flux.export import merged_state
 from g2rpo.models.flux.layout import to_diffusers, to_original
-from g2rpo.models.flux.weights import LORA_FILE, load_weights
 from g2rpo.run.checkpoint import save_checkpoint
 
 

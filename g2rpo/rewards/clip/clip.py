@@ -1,7 +1,7 @@
 """CLIP score: cosine similarity under DFN5B's ViT-H-14 (quick GELU), at 224 or 378 pixels.
 
-The scores are in the units of the paper's tables: 0.388 for FLUX.1-dev. Images are resized to a square,
-whatever their aspect ratio.
+The scores are in the units of the paper's tables: 0.388 in their row of the base model. Images are
+resized to a square, whatever their aspect ratio.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HPS-v2.1: cosine similarity under OpenCLIP's ViT-H-14 (erf GELU), tuned on human preferences.
 
-The scores are in the units of the paper's tables: 0.305 for FLUX.1-dev. Images are resized to fit and padded
-with black.
+The scores are in the units of the paper's tables: 0.305 in their row of the base model. Images are
+resized to fit and padded with black.
 """
 
 from __future__ import annotations

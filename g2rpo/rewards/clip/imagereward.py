@@ -1,7 +1,7 @@
 """ImageReward: BLIP (ViT-L/16 and a BERT that attends to it), then a linear network on the first token.
 
-The scores are in the units of the paper's tables: 1.040 for FLUX.1-dev. They are the network's output minus
-its mean, divided by its standard deviation, both over the training data.
+The scores are in the units of the paper's tables: 1.040 in their row of the base model. They are the
+network's output minus its mean, divided by its standard deviation, both over the training data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PickScore: exp(logit_scale) * cosine under a CLIP ViT-H tuned on human choices, divided by 100.
 
-The scores are in the units of the paper's tables: 0.226 for FLUX.1-dev; PickScore's own scores (`raw`) are a
-hundred times as large.
+The scores are in the units of the paper's tables: 0.226 in their row of the base model; PickScore's own
+scores (`raw`) are a hundred times as large.
 """
 
 from __future__ import annotations

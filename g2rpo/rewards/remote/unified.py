@@ -194,7 +194,7 @@ def load(
     if not model or not isinstance(model, str):
         raise ValueError(
             f"reward unified: model={model!r} must name the model as the servers do, such as "
-            'model = "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"'
+            'model = "owner/model"'
         )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     if not names or not all(isinstance(axis, str) and axis for axis in names) or len({*names}) < len(names):
