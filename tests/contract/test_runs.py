@@ -19,7 +19,7 @@ from support.processes import run_processes, train_as
 from support.small_runs import timeless
 
 from g2rpo.config.load import load_settings
-from g2rpo.exporters.export import export_model
+from g2rpo.exporters.export import export_run
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.inference.open import open_policy
 from g2rpo.run.checkpoint_index import read_tensors
@@ -45,6 +45,8 @@ SETTINGS = [
     "tensorboard=false",
     "device=cpu",
 ]
+# Each image is decoded alone: in float32 the rounding of a convolution depends on its batch.
+EXACT = ["lora_rank=4", "precision=float64", "true_cfg=2.0", "decode_batch=1"]
 
 
 def train_until_killed(recipe: str, *changes: str) -> None:
@@ -123,7 +125,7 @@ def test_ratio_is_1_before_the_update(trained):
 def test_export_equals_the_stock_pipeline(contract, folder, trained, tmp_path):
     policy = open_policy(trained.out, device="cpu")  # not the export: both could be wrong in the same way
     exported = tmp_path / "export"
-    export_model(trained.out, exported, layout="lora" if trained.rank else "diffusers")
+    export_run(trained.out, exported)
     steps = {"num_inference_steps": STEPS, "sigmas": shifted_sigmas(STEPS, 3.0)[:-1].tolist()}
     untrained = stock_images(contract, stock_pipeline(folder), policy, noise(policy), **steps)
     pipeline = stock_pipeline(folder if trained.rank else exported)
@@ -138,19 +140,26 @@ def test_export_equals_the_stock_pipeline(contract, folder, trained, tmp_path):
     assert (own_images(opened, num_steps=STEPS, shift=3.0) - own).abs().max() <= 2 / 255
 
 
+def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Distance of two sets of tensors, relative to the norm of the second."""
+    off = sum((actual[name].double() - value.double()).square().sum() for name, value in expected.items())
+    return float((off / sum(value.double().square().sum() for value in expected.values())).sqrt())
+
+
 def test_two_processes_equal_one(contract, folder, tmp_path):
-    outs = {count: tmp_path / f"on_{count}" for count in (1, 2)}
-    for count, out in outs.items():
-        changes = settings_of(contract, folder, out, "lora_rank=4", "precision=float64", "true_cfg=2.0")
-        if contract.options.get("guidance"):
-            changes.append("guidance=1.0")
-        ended = run_processes(count, train_as, "flux_tiny_random", *changes, log=tmp_path / f"log_{count}")
-        assert [code for code, _ in ended] == [0] * count, "\n".join(text for _, text in ended)
-    one, two = (read_tensors(latest_checkpoint(out)) for out in outs.values())
+    one, two = (settings_of(contract, folder, tmp_path / name, *EXACT) for name in ("one", "two"))
+    if contract.options.get("guidance"):  # a second guidance is refused
+        one, two = [*one, "guidance=1.0"], [*two, "guidance=1.0"]
+    train(load_settings("flux_tiny_random", one))
+    ended = run_processes(2, train_as, "flux_tiny_random", *two, log=tmp_path / "log")
+    assert [code for code, _ in ended] == [0, 0], "\n".join(text for _, text in ended)
+    outs = tmp_path / "one", tmp_path / "two"
+    one, two = (read_tensors(latest_checkpoint(out)) for out in outs)
     assert one.keys() == two.keys() and one
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-7, atol=1e-9, msg=name)
-    for ours, theirs in zip(*map(metrics, outs.values()), strict=True):
+    for part in ("module", "optimizer"):
+        tensors = {name: value for name, value in one.items() if name.startswith(part)}
+        assert tensors and distance({name: two[name] for name in tensors}, tensors) <= 1e-6
+    for ours, theirs in zip(*map(metrics, outs), strict=True):
         for name in ("reward/colourfulness", "loss", "grad_norm", "ratio_max_dev"):
             assert theirs[name] == pytest.approx(ours[name], rel=1e-6, abs=1e-9), name
         assert theirs["nfe"] == ours["nfe"]

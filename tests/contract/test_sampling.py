@@ -1,5 +1,7 @@
 """A family's policy equals its stock pipeline, and its velocities depend on nothing but their own row."""
 
+import shutil
+
 import pytest
 import torch
 from support.contract import (
@@ -52,16 +54,13 @@ def test_guidance_changes_the_images(contract, folder):
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 @pytest.mark.parametrize("size", ["square", "oblong"])
 def test_sigmas_of_the_stock_pipeline(contract, folder, pipeline, tmp_path, size, num_steps):
-    import shutil
-
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     own_folder = shutil.copytree(folder, tmp_path / "model")
     scheduler = FlowMatchEulerDiscreteScheduler(**contract.scheduler)
     scheduler.save_pretrained(own_folder / "scheduler")
     policy = contract.load(own_folder, resolution=getattr(contract, size))
-    shift, terminal = policy.pipeline_shift()
-    sigmas = shifted_sigmas(num_steps, shift, terminal=terminal)
+    sigmas = shifted_sigmas(num_steps, policy.pipeline_shift())
     if num_steps > 1:  # with one step, a scheduler with shift_terminal divides 0 by 0
         pipeline.scheduler, before = scheduler, pipeline.scheduler
         stock_images(contract, pipeline, policy, noise(policy), num_inference_steps=num_steps)
