@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.policies import policy_of
 from support.random_flux import save_random_flux
 
 from g2rpo.config.load import load_settings
@@ -13,7 +14,6 @@ from g2rpo.costs.costs import plan_costs, table_rows
 from g2rpo.costs.speeds import measure_forward
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import policy_of
 from g2rpo.run.checkpoint import save_checkpoint
 
 FLUX = {"model": "black-forest-labs/FLUX.1-dev", "resolution": 720, "precision": "bfloat16", "device": "cuda"}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.policies import load
 from support.random_flux import save_random_flux
 
 from g2rpo.data.embeddings import EmbeddingCache
@@ -19,28 +20,29 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder) -> FluxPolicy:
-    return FluxPolicy.load(folder)
+    return load(folder)
 
 
 def assert_same(cond, other):
-    assert torch.equal(cond.text, other.text) and torch.equal(cond.pooled, other.pooled)
+    assert cond.tensors.keys() == other.tensors.keys() and not cond.lengths and not other.lengths
+    assert all(torch.equal(cond.tensors[name], other.tensors[name]) for name in cond.tensors)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_bit_equal_to_the_encoders(folder, tmp_path, precision):
-    policy = FluxPolicy.load(folder, precision=precision)
+    policy = load(folder, precision=precision)
     expected = policy.encode(PROMPTS)
-    assert expected.text.dtype == getattr(torch, precision)
+    assert expected.tensors["text"].dtype == getattr(torch, precision)
     assert_same(EmbeddingCache(tmp_path).get(policy, PROMPTS), expected)
     # Another process, another order, without the encoders in memory.
-    again = FluxPolicy.load(folder, precision=precision)
+    again = load(folder, precision=precision)
     assert_same(EmbeddingCache(tmp_path).get(again, PROMPTS[::-1]), policy.encode(PROMPTS[::-1]))
     assert again.text._encoders is None, "everything was in the cache, so nothing had to be loaded"
 
 
 def test_why_rows_are_stored_padded(policy):
     # Two prompts of three words: their last token, padding in both, differs by the words before it.
-    text = policy.encode(["a red circle", "a blue star"]).text
+    text = policy.encode(["a red circle", "a blue star"]).tensors["text"]
     assert not torch.allclose(text[0, -1], text[1, -1], atol=1e-3)
 
 
@@ -86,21 +88,21 @@ def test_a_damaged_shard_is_named(policy, tmp_path):
 def test_a_changed_encoder_is_noticed(policy, folder, tmp_path):
     cache = EmbeddingCache(tmp_path / "cache")
     cache.fill(policy, PROMPTS)
-    other = FluxPolicy.load(save_random_flux(tmp_path / "other", seed=5))
-    shorter = FluxPolicy.load(folder, max_sequence_length=7)
-    halved = FluxPolicy.load(folder, precision="bfloat16")
+    other = load(save_random_flux(tmp_path / "other", seed=5))
+    shorter = load(folder, max_sequence_length=7)
+    halved = load(folder, precision="bfloat16")
     for changed in (other, shorter, halved):
         assert cache.missing(changed, PROMPTS[:2]) == PROMPTS[:2]
         assert_same(cache.get(changed, PROMPTS[:2]), changed.encode(PROMPTS[:2]))
     assert len(cache.other_encoders(policy)) == 3
     # One byte of one weight file is enough, and the name of the folder is not.
-    moved = FluxPolicy.load(save_random_flux(tmp_path / "moved"))
+    moved = load(save_random_flux(tmp_path / "moved"))
     assert moved.encoder_identity == policy.encoder_identity
     weights = tmp_path / "moved" / "text_encoder" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert FluxPolicy.load(tmp_path / "moved").encoder_identity != policy.encoder_identity
+    assert load(tmp_path / "moved").encoder_identity != policy.encoder_identity
 
 
 def test_no_prompts(policy, tmp_path):

@@ -6,15 +6,16 @@ import sys
 
 import pytest
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from g2rpo.models.flux.weights import lora_layers
 from support.meta_shapes import changed, flops, on_meta, params
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from g2rpo.models.flux.known import FLUX_1_DEV, RANDOM_TINY
+from g2rpo.models.flux.network import FLUX
 from g2rpo.models.flux.shape import flux_shape, linears, patch_side_px, shape_of
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.shapes import autoencoder_kl, clip_text_params, t5_encoder_params
 from g2rpo.models.tiny import tiny_folder
+from g2rpo.models.transformer.weights import lora_layers
 
 PARTS = tuple(FLUX_1_DEV)
 EMBEDDED = {part: read_json(tiny_folder()[0] / part / "config.json") for part in PARTS}
@@ -31,7 +32,7 @@ def assert_equal(configs, height_px: int, width_px: int, text_tokens: int, targe
     assert shape.transformer_params == params(transformer)
     assert shape.norm_params == params(transformer, "norm")
     assert shape.vae_params == params(vae)
-    layers = lora_layers(transformer, targets)
+    layers = lora_layers(FLUX, transformer, targets)
     assert shape.lora_params_per_rank == sum(layer.in_features + layer.out_features for layer in layers)
     patch, config = patch_side_px(configs["vae"]), transformer.config
     rows, columns = height_px // patch, width_px // patch

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.policies import load
 from support.random_flux import WORDS, save_random_flux
 from typer.testing import CliRunner
 
@@ -20,9 +21,8 @@ from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import read_prompts
 from g2rpo.data.stream import PromptStream
-from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.text import FluxText
-from g2rpo.training.embed import embed_run, text_encoders, truncated_prompts
+from g2rpo.training.embed import embed_run, text_encoders
 from g2rpo.training.run_prompts import run_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -121,11 +121,11 @@ def test_only_text_encoders_are_needed_and_bits_are_the_policys(settings, model,
     shutil.rmtree(part / "vae")
     done, _ = embed_and_capture(settings(model=str(part), precision=precision))
     assert (done.prompts, done.already_embedded, done.added, done.interrupted) == (5, 0, 5, False)
-    policy = FluxPolicy.load(model, precision=precision)
+    policy = load(model, precision=precision)
     texts, cache = run_prompts(settings()), EmbeddingCache(tmp_path / "cache")
     assert cache.missing(policy, texts) == []
     found, expected = cache.get(policy, texts), policy.encode(texts)
-    assert torch.equal(found.text, expected.text) and torch.equal(found.pooled, expected.pooled)
+    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in ("text", "pooled"))
 
 
 def test_interrupted_it_goes_on(settings, monkeypatch):
@@ -216,7 +216,7 @@ def test_truncated_prompts_are_reported(settings, tmp_path):
     t5_line = f"T5 truncates 1 prompts to 12 tokens, which shortens what the model reads; the first: {both!r}"
     assert t5_line in output
     shorter = settings(prompts=str(tmp_path / "long.txt"), max_sequence_length=8)
-    cuts = truncated_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
+    cuts = text_encoders(shorter, torch.device("cpu")).text.truncated([whole, clip_only])
     assert [cut.encoder for cut in cuts] == ["CLIP", "T5"] and cuts[1].prompts == (clip_only,)
 
 

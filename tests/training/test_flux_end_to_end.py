@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from support.policies import load
 from support.random_flux import save_random_flux
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
 from g2rpo.inference.images import from_pil, read_png_text
 from g2rpo.inference.open import open_policy, open_run
-from g2rpo.inference.sample import pipeline_shift, sample_images, start_noise
-from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.inference.sample import sample_images, start_noise
 from g2rpo.models.flux.text import FluxText
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
@@ -217,10 +217,12 @@ def test_the_export_draws_the_same_in_diffusers(trained, base, tmp_path):
     tuned, untuned = pictures(tmp_path / "drawn"), pictures(tmp_path / "drawn" / "compare")
 
     policy = open_policy(trained.out, device="cpu")  # not the export: both could be wrong in the same way
-    seeds, shift = [SEED, SEED + 1], pipeline_shift(base, policy.latent_shape[0])
+    seeds, shift = [SEED, SEED + 1], policy.pipeline_shift()
     info = read_png_text(tmp_path / "drawn" / "0000.png")[1]
     assert (
-        info["guidance"] == policy.guidance == 2.0 and info["shift"] == pytest.approx(shift) and shift > 1.2
+        info["guidance"] == policy.options.guidance == 2.0
+        and info["shift"] == pytest.approx(shift)
+        and shift > 1.2
     )
     noise = start_noise(policy, seeds)
     own = sample_images(policy, PROMPTS[:2], num_steps=STEPS, shift=shift, seeds=seeds)
@@ -250,7 +252,7 @@ def test_every_export_opens_again(trained, base, tmp_path, layout):
     cond, sigma = policy.encode(PROMPTS), torch.tensor([1.0, 0.8, 0.4, 0.05])
     x = start_noise(policy, [1, 2, 3, 4])
     expected = policy.velocity(x, sigma, cond)
-    untrained = FluxPolicy.load(base, guidance=2.0, max_sequence_length=12).velocity(x, sigma, cond)
+    untrained = load(base, guidance=2.0, max_sequence_length=12).velocity(x, sigma, cond)
     assert (expected - untrained).abs().max() > 0.01
     alone = {"guidance": 2.0, "max_sequence_length": 12}  # a file by itself does not tell
     for path, known in [(exported, {}), *((file, alone) for file in files)]:
@@ -288,7 +290,7 @@ def test_what_does_not_fit_is_reported_before_weights_are_read(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("g2rpo.models.flux.policy.fill_from_folder", unread)
+    monkeypatch.setattr("g2rpo.models.transformer.policy.fill_from_folder", unread)
     _, errors = g2rpo("train", *recipe(base, cache, tmp_path / "run", 0, *changes.split()), code=2)
     assert errors.startswith("error: ") and errors.count("error: ") == 1
     for part in expected:
