@@ -16,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import ModelInfo
 from support.random_flux import save_random_flux
 
+from g2rpo.models.flux.family import FAMILY
 from g2rpo.rewards.registry import REWARDS
 from g2rpo.setup.fetch import REWARD_SOURCES, fetch_needs, missing_files, needs
 
@@ -171,7 +172,7 @@ def test_a_repository_without_a_part(hub):
     with pytest.raises(ValueError, match=r"xswu/HPSv2 on the hub holds no HPS_v2.1_compressed.pt"):
         needs("tiny", ["hps"])
     hub.drop = {"model_index.json"}
-    with pytest.raises(ValueError, match=r"no model_index.json.*not a FluxPipeline"):
+    with pytest.raises(ValueError, match=r"no model_index.json.*no pipeline in diffusers layout"):
         needs(FLUX, [])
 
 
@@ -207,7 +208,7 @@ def test_every_reward_is_accounted_for():
 )
 def test_an_incomplete_folder_is_told(model, tmp_path, lost):
     folder = shutil.copytree(model, tmp_path / "model")
-    assert missing_files(folder) == [] and "complete" in str(needs(str(folder), [])[0])
+    assert missing_files(folder, FAMILY) == [] and "complete" in str(needs(str(folder), [])[0])
     (folder / lost).unlink()
     part = lost.rpartition("/")[0]
     with pytest.raises(ValueError, match=f"is incomplete; it lacks {part}/"):
@@ -221,7 +222,7 @@ def test_a_missing_shard_is_told(model, tmp_path):
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = part / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
-    assert missing_files(folder) == ["transformer/model-00002-of-00002.safetensors"]
+    assert missing_files(folder, FAMILY) == ["transformer/model-00002-of-00002.safetensors"]
 
 
 def command(place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:

@@ -16,7 +16,7 @@ from g2rpo.models.flux.lora_layout import lora_to_comfyui
 from g2rpo.models.loading.reading import read_header
 from g2rpo.models.tiny import tiny_folder
 from g2rpo.setup.doctor import Row
-from g2rpo.setup.verify import _diffusers_shapes, _original_shapes, verify
+from g2rpo.setup.verify import _diffusers_shapes, _shapes, verify
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FLUX = {"guidance_embeds": True}
@@ -227,9 +227,10 @@ def test_other_models_are_named(model, tmp_path):
 @pytest.mark.parametrize("original", [True, False])
 def test_flux_1_dev_is_known_without_a_base(tmp_path, original):
     """At full size: 24 GB of holes, of which the header is read."""
-    shapes = _diffusers_shapes("transformer", FLUX)
+    shapes = _diffusers_shapes("FluxTransformer2DModel", FLUX)
     if original:
-        shapes = _original_shapes(shapes, FLUX)
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+        shapes = _shapes(to_original(tensors, FLUX))
     path = tmp_path / "flux1.safetensors"
     write_sparse(path, shapes)
     (row,) = verify(path)
