@@ -27,7 +27,10 @@ def shifted_sigmas(num_steps: int, shift: Shift = 3.0, *, dtype: torch.dtype = t
 
     sigma = shift t / (1 + (shift - 1) t)
 
-    With a terminal sigma, all but the last are then stretched, 1 - (1 - sigma) (1 - terminal) / (1 - sigma[T-1]),
+    With a terminal sigma, all but the last are then stretched,
+
+        1 - (1 - sigma) (1 - terminal) / (1 - sigma[T-1]),
+
     so that the last one before 0 is `terminal` (`shift_terminal` of diffusers' schedulers).
 
     Args:

@@ -28,8 +28,9 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.O
 def fill_missing_gradients(parameters: Iterable[Tensor]) -> None:
     """Sets the gradient of parameters that the loss does not depend on to 0.
 
-    Some networks have such parameters: where two streams end in one, the last layers of the other have no effect.
-    Without a gradient, the optimizer would keep no moments of them, and a checkpoint of it would not fit.
+    Some networks have such parameters: where only one of two streams is the output, the last layers of the
+    other have no effect. Without a gradient, the optimizer would keep no moments of them, and its checkpoint
+    would not fit when the run is resumed.
     """
     for parameter in parameters:
         if parameter.grad is None:

@@ -121,7 +121,7 @@ def test_identity_covers_what_embeddings_depend_on(folder, tmp_path):
 
 def test_random_text_has_realistic_lengths():
     text = RandomText(RANDOM_TINY, device=CPU, precision="float32", max_sequence_length=20)
-    cond = text.encode(PROMPTS + ["word " * 40])
+    cond = text.encode([*PROMPTS, "word " * 40])
     # round(1.3 * words) + 5, at most 20
     assert cond.lengths["text"].tolist() == [15, 9, 5, 5, 20]
     assert torch.equal(cond[torch.tensor([1])].tensors["text"], text.encode([PROMPTS[1]]).tensors["text"])

@@ -24,7 +24,9 @@ def of(configs, **changes):
 TRANSFORMERS = {
     "tiny": RANDOM_TINY["transformer"],
     "published": QWEN_IMAGE["transformer"],
-    "other sizes": changed(RANDOM_TINY["transformer"], num_layers=3, joint_attention_dim=48, out_channels=None),
+    "other sizes": changed(
+        RANDOM_TINY["transformer"], num_layers=3, joint_attention_dim=48, out_channels=None
+    ),
 }
 
 
@@ -83,7 +85,7 @@ def test_text_encoder(configs):
 
 
 def test_published_sizes():
-    # 20.4 B parameters (Qwen-Image's report); 15.7 TFLOP at 512 x 512 with 64 text tokens, measured separately.
+    # 20.4 B parameters (Qwen-Image's report); 15.7 TFLOP at 512 x 512 with 64 tokens, measured separately.
     shape = model_shape("random:qwen-image", PolicyOptions(resolution=(512, 512)))
     assert round(shape.transformer_params / 1e9, 1) == 20.4
     assert round(shape.forward_flops / 1e12, 1) == 15.7

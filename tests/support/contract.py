@@ -1,4 +1,4 @@
-"""The model families that tests/contract runs on, each as a tiny model with random weights in diffusers layout."""
+"""The model families that tests/contract runs on, each as a tiny model with random weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.random_flux import save_random_flux
-from support.random_qwen import save_random_qwen
 
 from g2rpo.inference.sample import sample_images, start_noise
 from g2rpo.models.family import ModelFamily
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.models.registry import find_model, load_policy
+from support.random_flux import save_random_flux
+from support.random_qwen import save_random_qwen
 
 PROMPTS = ("a red circle on a white background", "two blue stars")
 """Prompts of different lengths."""

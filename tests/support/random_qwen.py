@@ -1,5 +1,6 @@
 """A Qwen-Image model in diffusers layout with random weights that is small enough to build in a test."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -16,8 +17,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def save_random_qwen(folder: Path, *, guidance_embeds: bool = False, seed: int = 0) -> Path:
     """Saves a Qwen-Image pipeline whose tokens are 4 px wide, with 16 channels, and returns its folder.
 
-    The tokenizer returns one token for each of `WORDS` and 34 for the start of the pipeline's template, as the
-    published one does. The published scheduler's `shift_terminal` is left out, so that given sigmas are kept.
+    The tokenizer returns one token for each of `WORDS` and 34 for the start of the pipeline's template, as
+    the published one does. The published scheduler's `shift_terminal` is left out, so that given sigmas are kept.
     """
     from diffusers import (
         AutoencoderKLQwenImage,
@@ -97,9 +98,12 @@ def _tokenizer():
     trainer = trainers.BpeTrainer(
         vocab_size=1000, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator([template, WORDS, f" {WORDS}"], trainer)
-    folded = __import__("json").loads(bpe.to_str())["model"]
+    bpe.train_from_iterator([template, f" {WORDS}", *WORDS.split()], trainer)
+    folded = json.loads(bpe.to_str())["model"]
     merges = [tuple(merge) for merge in folded["merges"]]
     return Qwen2Tokenizer(
-        vocab=folded["vocab"], merges=merges, additional_special_tokens=list(SPECIAL[1:]), model_max_length=2048
+        vocab=folded["vocab"],
+        merges=merges,
+        additional_special_tokens=list(SPECIAL[1:]),
+        model_max_length=2048,
     )

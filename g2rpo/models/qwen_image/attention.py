@@ -55,16 +55,15 @@ class JointAttention:
             attn: diffusers' Attention, which holds the projections and norms.
             hidden_states, encoder_hidden_states: tokens of the image and of the text.
             encoder_hidden_states_mask: [N, Lt], True for valid text tokens; None: all are valid.
-            attention_mask: the same for text and image, [N, Lt + L] or [N, 1, 1, Lt + L]; diffusers up to 0.38
-                passes this one.
+            attention_mask: the same for text and image, [N, Lt + L] or [N, 1, 1, Lt + L]; diffusers up to
+                0.38 passes this one.
             image_rotary_emb: result of `Positions`.
         """
         assert image_rotary_emb is not None
         image_positions, text_positions = image_rotary_emb
         heads = attn.heads
         image = [
-            project(hidden_states).unflatten(-1, (heads, -1))
-            for project in (attn.to_q, attn.to_k, attn.to_v)
+            project(hidden_states).unflatten(-1, (heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
         ]
         text = [
             project(encoder_hidden_states).unflatten(-1, (heads, -1))

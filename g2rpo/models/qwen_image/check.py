@@ -65,8 +65,8 @@ def check_diffusers(installed: str) -> None:
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST_DIFFUSERS:
         oldest = ".".join(map(str, OLDEST_DIFFUSERS))
         raise ValueError(
-            f"Qwen-Image needs diffusers >= {oldest}, because earlier versions do not mask the padding of the "
-            f"text; {installed} is installed: pip install -U diffusers"
+            f"Qwen-Image needs diffusers >= {oldest}, because earlier versions do not mask the padding of "
+            f"the text; {installed} is installed: pip install -U diffusers"
         )
 
 
@@ -74,8 +74,8 @@ def _check_transformer(name: str, config: Mapping[str, Any], options: PolicyOpti
     for switch, kind in UNSUPPORTED.items():
         if config.get(switch):
             raise ValueError(
-                f"{name} is {kind} ({switch} in its transformer's config.json), which g2rpo does not support; "
-                "use a text-to-image model such as Qwen/Qwen-Image"
+                f"{name} is {kind} ({switch} in its transformer's config.json), which g2rpo does not "
+                "support; use a text-to-image model such as Qwen/Qwen-Image"
             )
     if config.get("guidance_embeds"):
         if options.true_cfg != 1:

@@ -1,4 +1,4 @@
-"""Qwen-Image as a `ModelFamily`. Only the configurations are imported; functions import the rest when called."""
+"""Qwen-Image as a `ModelFamily`. Only configurations are imported; functions import the rest when called."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ NEGATIVE_PROMPT = " "
 """The negative prompt of practice: the network was trained to read a space where no text is wanted."""
 
 
-def _load(
-    files: ModelFiles, options: PolicyOptions, device: torch.device, mesh: DeviceMesh | None
-) -> Policy:
+def _load(files: ModelFiles, options: PolicyOptions, device: torch.device, mesh: DeviceMesh | None) -> Policy:
     from g2rpo.models.qwen_image.policy import load_qwen_image
 
     return load_qwen_image(files, options, device, mesh)

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+# Per channel of the VAE's latents.
+# fmt: off
+_MEAN = [
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+]
+_STD = [
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+]
+# fmt: on
+
 QWEN_IMAGE: dict[str, dict[str, Any]] = {
     "transformer": {
         "patch_size": 2,
@@ -24,10 +36,8 @@ QWEN_IMAGE: dict[str, dict[str, Any]] = {
         "attn_scales": [],
         "temperal_downsample": [False, True, True],
         "dropout": 0.0,
-        "latents_mean": [-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508]
-        + [0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921],
-        "latents_std": [2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743]
-        + [3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160],
+        "latents_mean": _MEAN,
+        "latents_std": _STD,
     },
     "text_encoder": {
         "vocab_size": 152064,

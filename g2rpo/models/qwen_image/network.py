@@ -1,4 +1,4 @@
-"""Qwen-Image's transformer as an `Architecture`: its blocks, its LoRA targets and what it holds beside weights."""
+"""Qwen-Image's transformer as an `Architecture`: its blocks, its LoRA targets and what is no parameter."""
 
 from __future__ import annotations
 

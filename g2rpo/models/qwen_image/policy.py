@@ -70,7 +70,7 @@ class QwenImagePolicy(TransformerPolicy):
         self._decoder = CompiledDecoder(frames) if compiled else frames
 
     def guided(self, velocity: Tensor, unconditional: Tensor) -> Tensor:
-        """Combines the velocities, and scales each token to its norm under the prompt, as QwenImagePipeline."""
+        """Combines the velocities and scales each token to its norm under the prompt, as the pipeline."""
         combined = super().guided(velocity, unconditional)
         return combined * (velocity.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 

@@ -6,7 +6,8 @@ MLP d -> 4 d -> d and a modulation d -> 6 d. Missing entries of the configuratio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from g2rpo.models.family import ModelFiles, ModelShape
@@ -131,7 +132,7 @@ def _encoder(config: Mapping[str, Any]) -> Size:
     factors, latent = config["dim_mult"], 2 * config["z_dim"]
     channels = [config["base_dim"] * factor for factor in (1, *factors)]
     size = _convolution(config.get("input_channels", 3), channels[0])
-    for number, (before, after) in enumerate(zip(channels, channels[1:], strict=False)):
+    for number, (before, after) in enumerate(itertools.pairwise(channels)):
         size += _resnets(before, after, config["num_res_blocks"])
         if number < len(factors) - 1:
             size += convolution(after, after, (3, 3))

@@ -126,7 +126,7 @@ def language_model(folder: Path, dtype: torch.dtype) -> Any:
     """
     from transformers import Qwen2_5_VLTextModel
 
-    class LanguageModel(Qwen2_5_VLTextModel):  # type: ignore[misc]
+    class LanguageModel(Qwen2_5_VLTextModel):
         # Otherwise transformers prints a table of the weights that are left out.
         _keys_to_ignore_on_load_unexpected = (r"^(model\.)?visual\.", r"^lm_head\.")
 

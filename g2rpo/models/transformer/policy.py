@@ -290,7 +290,7 @@ class CompiledDecoder:
         decoder: a module over latents [N, C, h, w]; it is changed to channels_last.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: Any) -> None:
         decoder.to(memory_format=torch.channels_last)
         self._decoder: Any = torch.compile(decoder)
 
