@@ -248,7 +248,7 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         plan_costs(settings.model_copy(update={"max_sequence_length": 13}))
     with pytest.raises(ValueError, match=r"outside 1\.\.512"):
         model_shape("black-forest-labs/FLUX.1-dev", PolicyOptions(max_sequence_length=5000))
-    with pytest.raises(ValueError, match="holds no model_index.json"):
+    with pytest.raises(ValueError, match="holds no model_index"):
         model_shape(tmp_path)
 
 

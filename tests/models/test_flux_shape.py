@@ -11,7 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from g2rpo.models.flux.known import FLUX_1_DEV, RANDOM_TINY
 from g2rpo.models.flux.network import FLUX
-from g2rpo.models.flux.shape import PARTS, linears, sizes
+from g2rpo.models.flux.shape import linears, patch_side_px, shape_of
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import model_shape
@@ -19,19 +19,16 @@ from g2rpo.models.shapes import autoencoder_kl, clip_text_params, t5_encoder_par
 from g2rpo.models.tiny import tiny_folder
 from g2rpo.models.transformer.weights import lora_layers
 
-EMBEDDED = {part: read_json(tiny_folder()[0] / part / "config.json") for part in PARTS}
+EMBEDDED = {part: read_json(tiny_folder()[0] / part / "config.json") for part in FLUX_1_DEV}
 MODELS = {"FLUX.1-dev": FLUX_1_DEV, "random:tiny": RANDOM_TINY, "tiny": EMBEDDED}
 TRANSFORMER, VAE = RANDOM_TINY["transformer"], RANDOM_TINY["vae"]
 
 
 def assert_equal(configs, rows: int, columns: int, text_tokens: int, targets=None) -> None:
-    shape = sizes(
-        configs,
-        height_px=8 * rows,
-        width_px=8 * columns,
-        grid=(rows, columns),
-        text_tokens=text_tokens,
-        lora_targets=targets,
+    patch = patch_side_px(configs["vae"])
+    height_px, width_px = patch * rows, patch * columns
+    shape = shape_of(
+        configs, height_px=height_px, width_px=width_px, text_tokens=text_tokens, lora_targets=targets
     )
     transformer = on_meta(lambda: FluxTransformer2DModel.from_config(configs["transformer"]))
     vae = on_meta(lambda: AutoencoderKL.from_config(configs["vae"]))
@@ -41,7 +38,7 @@ def assert_equal(configs, rows: int, columns: int, text_tokens: int, targets=Non
     layers = lora_layers(FLUX, transformer, targets)
     assert shape.lora_params_per_rank == sum(layer.in_features + layer.out_features for layer in layers)
     config, tokens = transformer.config, rows * columns
-    assert (shape.height_px, shape.width_px) == (8 * rows, 8 * columns)
+    assert (shape.height_px, shape.width_px) == (height_px, width_px)
     assert shape.latent_shape == (tokens, config.in_channels) and shape.tokens == tokens + text_tokens
     assert shape.embedding_numbers == text_tokens * config.joint_attention_dim + config.pooled_projection_dim
     assert shape.num_blocks == len(transformer.transformer_blocks) + len(

@@ -11,6 +11,7 @@ from typing import Any
 
 from g2rpo.models.family import ModelFiles, ModelShape
 from g2rpo.models.flux.check import token_limit
+from g2rpo.models.flux.known import FLUX_1_DEV
 from g2rpo.models.flux.latents import checked_size
 from g2rpo.models.flux.layout import MLP_RATIO
 from g2rpo.models.flux.network import LORA_TARGETS
@@ -26,9 +27,6 @@ from g2rpo.models.shapes import (
     t5_encoder_params,
     total,
 )
-
-PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
-"""Networks of the model."""
 
 TIME_CHANNELS = 256
 """Channels of the sinusoidal embedding of sigma and of the guidance scale."""
@@ -103,40 +101,19 @@ def width_of(config: Mapping[str, Any]) -> int:
     return int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
 
 
-def shape_of(files: ModelFiles, options: PolicyOptions) -> ModelShape:
-    """Returns the sizes of a model.
-
-    Raises:
-        ValueError: the model does not support the resolution or max_sequence_length, lora_targets match
-            nothing, or the VAE is of an unknown kind.
-    """
-    text_tokens = checked_length(options.max_sequence_length, token_limit(files), files.name)
-    (height_px, width_px), grid = checked_size(options.resolution, files.config("vae"))
-    return sizes(
-        {part: files.config(part) for part in PARTS},
-        height_px=height_px,
-        width_px=width_px,
-        grid=grid,
-        text_tokens=text_tokens,
-        lora_targets=options.lora_targets,
-    )
-
-
-def sizes(
+def shape_of(
     configs: Mapping[str, Mapping[str, Any]],
     *,
     height_px: int,
     width_px: int,
-    grid: tuple[int, int],
     text_tokens: int,
     lora_targets: Sequence[str] | None = None,
 ) -> ModelShape:
-    """Returns the sizes that follow from the configurations of the networks.
+    """Returns the sizes of a model.
 
     Args:
-        configs: part -> configuration, for each of PARTS.
-        height_px, width_px: size of the image.
-        grid: (rows, columns) of latent tokens.
+        configs: configuration of each network: transformer, vae, text_encoder, text_encoder_2.
+        height_px, width_px: size of the image, multiples of a token's side.
         text_tokens: number of T5 tokens.
         lora_targets: as in PolicyOptions.
 
@@ -144,7 +121,8 @@ def sizes(
         ValueError: lora_targets match nothing, or the VAE is of an unknown kind.
     """
     config = configs["transformer"]
-    rows, columns = grid
+    patch_px = patch_side_px(configs["vae"])
+    rows, columns = height_px // patch_px, width_px // patch_px
     image_tokens, tokens = rows * columns, rows * columns + text_tokens
     width, head = width_of(config), int(config.get("attention_head_dim", 128))
     double, single = int(config.get("num_layers", 19)), int(config.get("num_single_layers", 38))
@@ -172,4 +150,26 @@ def sizes(
         forward_flops=transformer.flops,
         decode_flops=decoder.flops,
         decoder_width=int(configs["vae"].get("block_out_channels", (64,))[0]),
+    )
+
+
+def patch_side_px(vae: Mapping[str, Any]) -> int:
+    """Returns the side of the square of pixels that a latent token stands for."""
+    return 2 * 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
+
+
+def shape_of_files(files: ModelFiles, options: PolicyOptions) -> ModelShape:
+    """Returns the sizes of a model that was found.
+
+    Raises:
+        ValueError: the model does not support an option.
+    """
+    configs = {part: files.config(part) for part in FLUX_1_DEV}
+    (height_px, width_px), _ = checked_size(options.resolution, configs["vae"])
+    return shape_of(
+        configs,
+        height_px=height_px,
+        width_px=width_px,
+        text_tokens=checked_length(options.max_sequence_length, token_limit(files), files.name),
+        lora_targets=options.lora_targets,
     )
