@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from g2rpo.models.policy import Policy
 
-FAMILIES = {"flux": "g2rpo.models.flux.family:FAMILY"}
+FAMILIES = {
+    "flux": "g2rpo.models.flux.family:FAMILY",
+    "qwen_image": "g2rpo.models.qwen_image.family:FAMILY",
+}
 """Name of each family -> "module:attribute" of its `ModelFamily`, imported when a model is looked up."""
 
 RANDOM_PREFIX = "random:"

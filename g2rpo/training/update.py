@@ -33,6 +33,7 @@ from g2rpo.objectives.grpo import clipped_surrogate, step_kl
 from g2rpo.runtime.processes import gathered, world_size
 from g2rpo.runtime.sharding import full_tensor
 from g2rpo.training.ema import swapped_weights
+from g2rpo.training.optimizer import fill_missing_gradients
 
 Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
@@ -120,6 +121,7 @@ def update(
     for number, (batches, num_rows, members) in enumerate(steps):
         optimizer.zero_grad(set_to_none=True)
         step_metrics = loss.backward(number, batches, num_rows, members)
+        fill_missing_gradients(parameters)
         step_metrics["grad_norm"] = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
         if not bool(step_metrics["grad_norm"].isfinite()):
             optimizer.zero_grad(set_to_none=True)

@@ -40,9 +40,9 @@ def _check(files: ModelFiles, options: PolicyOptions, mesh: DeviceMesh | None) -
 
 
 def _shape(files: ModelFiles, options: PolicyOptions) -> ModelShape:
-    from g2rpo.models.flux.shape import shape_of_files
+    from g2rpo.models.flux.shape import shape_of
 
-    return shape_of_files(files, options)
+    return shape_of(files, options)
 
 
 def _write_single_file(policy: Policy, out: Path, dtype: torch.dtype) -> None:
