@@ -302,6 +302,30 @@ class SampleRequest:
         return sample_segments(segments, self.texts, shift=self.shift, seeds=self.seeds, batch=self.batch)
 
 
+def sample_model(model: str, request: SampleRequest, out: str | Path | None = None) -> Tensor:
+    """Opens a model and samples what is requested.
+
+    Args:
+        model: as in `open_policy`.
+        request: prompts, seeds and conditions, with one number of steps.
+        out: folder to which the images are written as by `write_samples`; None: they are not written.
+
+    Returns:
+        [prompts * num_images, 3, H, W] in [0, 1], float32, on the CPU.
+
+    Raises:
+        ValueError: as `open_policy`, or several numbers of steps.
+    """
+    num_steps = request.num_steps
+    policy = request.open(model)
+    if request.shift is None:
+        request = replace(request, shift=policy.pipeline_shift())
+    images = request.images_by([Segment(lambda: policy, num_steps)])
+    if out is not None:
+        write_samples(out, images, request, {"model": model, **policy.conditions})
+    return images
+
+
 def sample_to_folder(
     model: str,
     request: SampleRequest,

@@ -18,6 +18,7 @@ from g2rpo.rewards.base import Media, Options, RewardSpec, is_groupwise, media_o
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.isolation import restored_state
+from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.text import did_you_mean
 
 REWARDS: dict[str, str] = {
@@ -42,7 +43,7 @@ FOR_VIDEOS = "to score videos with a reward for images, wrap it: PerFrame(reward
 
 
 def load_reward(
-    name: str, device: torch.device, options: Options | None = None, *, media: Media = "image"
+    name: str, device: str | torch.device = "auto", options: Options | None = None, *, media: Media = "image"
 ) -> CheckedReward:
     """Loads the reward called `name`, or the one at `module:attribute`.
 
@@ -50,7 +51,7 @@ def load_reward(
 
     Args:
         name: a key of REWARDS, or `module:attribute`.
-        device: where the reward computes.
+        device: where the reward computes; "auto" selects a GPU if there is one, else the CPU.
         options: keyword arguments of the reward's factory or of the custom class, after the device.
         media: what the reward will be given.
 
@@ -59,7 +60,7 @@ def load_reward(
             other media, or code that ends the program (RewardExited).
     """
     with exits_reported(name, "while being created"), restored_state():
-        return _loaded(name, device, dict(options or {}), media)
+        return _loaded(name, resolve_device(device), dict(options or {}), media)
 
 
 def load_rewards(
