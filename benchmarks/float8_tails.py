@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.g2rpo import g2rpo
+from g2rpo.algorithms.g2rpo import G2RPO
 from g2rpo.data.prompts import read_prompts
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.registry import load_policy
@@ -50,8 +50,8 @@ def main() -> None:
     device = resolve_device(given.device)
     policy = load_policy("tiny", device=device, precision="bfloat16", tails_precision="float8")
     rewards = load_rewards(list(REWARDS), device)
-    algorithm = g2rpo()
-    plan, sigmas = algorithm.plan.plan(16, 0, 0), shifted_sigmas(16, 3.0)
+    algorithm = G2RPO()
+    plan, sigmas = algorithm.plan(0, 0), shifted_sigmas(16, 3.0)
     prompts = read_prompts("world:train")[0][: given.prompts]
     runs: dict[str, list[tuple[Exploration, list[Rollout]]]] = {
         "bfloat16": [],

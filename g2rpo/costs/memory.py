@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.settings import Settings
 from g2rpo.models.flux.shape import FluxShape, flux_shape
 from g2rpo.rewards.model_reward import AUTO, scoring_dtype
@@ -203,7 +202,7 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
         max_sequence_length=settings.max_sequence_length,
         lora_targets=settings.lora_targets,
     )
-    plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
+    plans = run_plans(settings, settings.make_algorithm())
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
     batch = min(gathered(largest_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
@@ -222,10 +221,7 @@ def free_memory(device: torch.device) -> int:
 
 def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
     """The plan of every iteration; they differ, for example, if a window moves."""
-    return [
-        algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
-        for train_step in range(settings.iterations)
-    ]
+    return [algorithm.plan(settings.seed, train_step) for train_step in range(settings.iterations)]
 
 
 def trained_params(settings: Settings, shape: FluxShape) -> int:

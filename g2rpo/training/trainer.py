@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.checks import check_files
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
@@ -101,7 +100,7 @@ class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
     def __init__(self, settings: Settings) -> None:
-        self.recorded_settings = settings = settings.resolved()
+        self.recorded_settings = settings = settings.resolved(custom=True)
         check_files(settings)
         # Code of a reward may change the working directory; the run stays in its folders.
         settings = settings.model_copy(update=_absolute_folders(settings))
@@ -119,7 +118,7 @@ class Trainer:
         prompts, report = read_prompts(settings.prompts)
         eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
-        self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+        self.algorithm: Algorithm = settings.make_algorithm()
         self.stream = PromptStream(prompts, settings.seed)
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
@@ -157,7 +156,9 @@ class Trainer:
         self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
-        self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
+        self.reference = (
+            reference_of(self.policy, bool(settings.lora_rank)) if settings.option("kl_beta") else None
+        )
         self.step = 0
         self.mid_update = False  # then the weights are not those of `step` iterations
         self.checkpoint_seconds: dict[
@@ -291,7 +292,7 @@ class Trainer:
         cond = self.cache.get(self.policy, texts)
         samples = explore(
             self.policy,
-            self.curriculum.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            algorithm.plan(settings.seed, self.step, self.curriculum.spread()),
             self.sigmas,
             cond,
             group_size=settings.group_size,

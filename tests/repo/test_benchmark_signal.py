@@ -115,7 +115,7 @@ def test_what_a_control_variate_costs():
     every = arms.make_arms(96)
     arm, complete = (
         every["{3} for 24, {1} for 6"],
-        arms.Arm(arms.g2rpo(num_steps=8, train_steps=4, granularities=(1, 3)), 24),
+        arms.Arm(arms.G2RPO(num_steps=8, train_steps=4, granularities=(1, 3)), 24),
     )
     plain, coarse = complete.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
     assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and complete.nfe["total"] == plain
@@ -125,7 +125,7 @@ def test_training_with_a_control_variate_sums_weighted_rewards(monkeypatch):
     monkeypatch.setenv(control_variate.FINE, "6")
     rewards = torch.rand(2, 3, 2, 24, generator=seeded(7))  # [R, K, J, G]
     rollout = SimpleNamespace(rewards=rewards, valid=torch.ones(3, 24, dtype=torch.bool))
-    algorithm = arms.g2rpo(num_steps=8, train_steps=3, granularities=(1, 3), advantage_clip=2.0)
+    algorithm = arms.G2RPO(num_steps=8, train_steps=3, granularities=(1, 3), advantage_clip=2.0)
     (estimates,) = control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
     free = arms.controlled(rewards[0], 6) + 0.5 * arms.controlled(rewards[1], 6)
     assert free.abs().max() > 2 and torch.equal(estimates, free.clamp(-2, 2))

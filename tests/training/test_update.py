@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.objectives.advantages import advantages_of
@@ -24,9 +24,7 @@ def brightness(images, prompts, metadata=None):
 
 
 def rollouts_of(algorithm, policy, rewards=None):
-    samples = explore_gaussian(
-        policy, algorithm.plan.plan(algorithm.num_steps, 0, 0), kind=algorithm.diffusion, eta=algorithm.eta
-    )
+    samples = explore_gaussian(policy, algorithm.plan(0, 0), kind=algorithm.diffusion, eta=algorithm.eta)
     return score(policy, samples, rewards or {"brightness": brightness}, PROMPTS)
 
 
