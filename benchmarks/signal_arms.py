@@ -11,7 +11,6 @@ from g2rpo.algorithms.base import Algorithm
 from g2rpo.algorithms.dance_grpo import DanceGRPO
 from g2rpo.algorithms.g2rpo import G2RPO, G2RPOSingle
 from g2rpo.algorithms.mix_grpo import MixGRPO
-from g2rpo.objectives.advantages import advantages_of
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.score import Rollout
 
@@ -44,7 +43,7 @@ class Arm:
     def advantages(self, groups: list[Rollout], weights: list[float]) -> list[Tensor]:
         """Computes the advantages [K, G] of each group."""
         if not self.fine:
-            return advantages_of(groups, self.algorithm, weights)
+            return self.algorithm.advantages(groups, weights)
         r = weights.index(1.0)
         return [controlled(group.rewards[r], self.fine).clamp(-5, 5) for group in groups]
 

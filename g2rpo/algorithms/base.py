@@ -1,4 +1,4 @@
-"""A method: plan rule, step rule, advantage rule, loss and update rule, with its options as data.
+"""A method: plan rule, step rule, advantage rule and objective, with its options as data.
 
 Only the files beside this one know methods by name; no other code depends on which method runs. A method is a
 class whose fields are its options (options.py), with the defaults of its paper.
@@ -11,13 +11,17 @@ These files import torch in their methods only, because reading settings must no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from g2rpo.algorithms.options import Count, Positive, options
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from g2rpo.objectives.base import Objective
     from g2rpo.rollouts.plan import Plan
+    from g2rpo.rollouts.score import Rollout
 
 
 @options
@@ -45,6 +49,23 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} has no plan rule: write its method `plan`")
 
+    def advantages(self, rollouts: Sequence[Rollout], weights: Sequence[float]) -> list[Tensor]:
+        """Returns the advantages [K, G] of each group: the advantage rule.
+
+        By default rewards are standardised in each group and summed (objectives/advantages.py).
+
+        Args:
+            rollouts: the groups of all processes; without states, which stay on their process.
+            weights: weight of each reward, in the order of the rollouts' axis R.
+        """
+        from g2rpo.objectives.advantages import advantages_of
+
+        return advantages_of(rollouts, weights, clip=self.advantage_clip)
+
+    def objective(self) -> Objective:
+        """Returns the objective: the training rows and their loss."""
+        raise NotImplementedError(f"{type(self).__name__} has no objective: write its method `objective`")
+
     @property
     def diffusion(self) -> str:
         """Step rule of the noise steps; not used by a plan without any."""
@@ -56,6 +77,11 @@ class Algorithm:
         return 0.0
 
     @property
+    def advantage_clip(self) -> float | None:
+        """Bound on the absolute value of the advantages; None = unbounded."""
+        return None
+
+    @property
     def update(self) -> str | int:
         """Optimizer steps per iteration: "once", "per_step", or their number >= 2."""
         return "once"
@@ -63,6 +89,23 @@ class Algorithm:
     def chunks(self, group_size: int) -> int:
         """Returns the number of parts of a group, one optimizer step each; 1 unless `update` is a number."""
         return min(self.update, group_size) if isinstance(self.update, int) else 1
+
+    def optimizer_steps(self, plan: Plan, group_size: int) -> int:
+        """Returns the number of optimizer steps of an iteration."""
+        return len(plan.noise_steps) if self.update == "per_step" else self.chunks(group_size)
+
+    def forwards_per_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
+        """Returns the cost of one training row, in forwards; a backward counts as two forwards.
+
+        A row that serves a whole group is evaluated once per chunk.
+
+        Args:
+            plan: the plan of the iteration.
+            group_size: G.
+            recomputed: whether activations are recomputed (gradient checkpointing), which is a forward.
+        """
+        forwards = self.objective().forwards_per_row(self.optimizer_steps(plan, group_size))
+        return forwards.total(recomputed) * (self.chunks(group_size) if plan.shares_rows else 1)
 
 
 def coarse_tails_warning(plan: Plan) -> str:

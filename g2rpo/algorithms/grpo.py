@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -11,8 +11,12 @@ from g2rpo.algorithms.base import Algorithm
 from g2rpo.algorithms.options import NotNegative, Positive, options
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from g2rpo.objectives.grpo import GrpoObjective
     from g2rpo.rollouts.plan import Plan
     from g2rpo.rollouts.rules import PlanRule
+    from g2rpo.rollouts.score import Rollout
 
 
 @options
@@ -67,17 +71,22 @@ class GRPO(Algorithm):
         """Returns the plan of an iteration by `plan_rule`."""
         return self.plan_rule().plan(self.num_steps, seed, iteration)
 
-    def forwards_per_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
-        """Returns the cost of one training row, in forwards; a backward counts as two forwards.
+    def advantages(self, rollouts: Sequence[Rollout], weights: Sequence[float]) -> list[Tensor]:
+        """Returns the rewards standardised in each group and summed, [K, G] of each group."""
+        from g2rpo.objectives.advantages import advantages_of
 
-        A KL adds one forward of the reference, several optimizer steps add one forward before the first, and
-        recomputed activations add one. A row that serves a whole group is evaluated once per chunk.
+        return advantages_of(
+            rollouts,
+            weights,
+            clip=self.advantage_clip,
+            std=self.advantage_std,
+            eps=self.advantage_eps,
+            ddof=self.advantage_ddof,
+            normalize_weights=self.normalize_weights,
+        )
 
-        Args:
-            plan: the plan of the iteration.
-            group_size: G.
-            recomputed: whether activations are recomputed (gradient checkpointing).
-        """
-        chunks = self.chunks(group_size)
-        before_all = chunks > 1 or (self.update == "per_step" and len(plan.noise_steps) > 1)
-        return (3 + (self.kl_beta > 0) + before_all + recomputed) * (chunks if plan.shares_rows else 1)
+    def objective(self) -> GrpoObjective:
+        """Returns the clipped surrogate, with a KL if kl_beta is above 0."""
+        from g2rpo.objectives.grpo import GrpoObjective
+
+        return GrpoObjective(self.diffusion, self.eta, self.clip_range, self.kl_beta)

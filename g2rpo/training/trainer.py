@@ -35,8 +35,7 @@ from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.policy import Conditioning
 from g2rpo.models.registry import check_weights, policy_of
-from g2rpo.objectives.advantages import advantages_of
-from g2rpo.objectives.batch import rows_of
+from g2rpo.objectives.base import Context
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import CheckedReward, load_rewards
@@ -119,6 +118,7 @@ class Trainer:
         eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
         self.algorithm: Algorithm = settings.make_algorithm()
+        self.objective = self.algorithm.objective()
         self.stream = PromptStream(prompts, settings.seed)
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
@@ -156,9 +156,9 @@ class Trainer:
         self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
-        self.reference = (
-            reference_of(self.policy, bool(settings.lora_rank)) if settings.option("kl_beta") else None
-        )
+        # The reference is the policy before training: it is copied before `_restore` loads a checkpoint.
+        needed = self.objective.needs_reference
+        self.reference = reference_of(self.policy, bool(settings.lora_rank)) if needed else None
         self.step = 0
         self.mid_update = False  # then the weights are not those of `step` iterations
         self.checkpoint_seconds: dict[
@@ -333,20 +333,26 @@ class Trainer:
         began = time.perf_counter()
         every_rollout = [r for share in gathered([r.for_statistics() for r in rollouts]) for r in share]
         self._check_valid(every_rollout)
-        advantages = advantages_of(every_rollout, algorithm, list(settings.rewards.values()))
+        advantages = algorithm.advantages(every_rollout, list(settings.rewards.values()))
         first = rank() * len(rollouts)
         own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
         rate = learning_rate(
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
         set_learning_rate(self.optimizer, rate)
+        context = Context(
+            self.sigmas.to(self.policy.device),
+            algorithm.diffusion,
+            algorithm.eta,
+            settings.seed,
+            self.step,
+        )
         self.mid_update = True
         learned = update(
             self.policy,
-            algorithm,
-            rows_of(rollouts, own),
+            self.objective,
+            self.objective.rows(rollouts, own, context).split(algorithm.update, settings.group_size),
             cond,
-            self.sigmas,
             self.optimizer,
             max_grad_norm=settings.max_grad_norm,
             update_batch=settings.update_batch,
