@@ -48,7 +48,9 @@ class Arm:
             ValueError: as `load_settings`; the message begins with the arm's name.
         """
         try:
-            return load_settings(self.recipe, self.words(seed, out))
+            settings = load_settings(self.recipe, self.words(seed, out))
+            settings.make_algorithm()  # a user's own: imported and validated before anything runs
+            return settings
         except ValueError as error:
             raise ValueError(f"arm {self.name}: {error}") from error
 

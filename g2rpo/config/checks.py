@@ -8,29 +8,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.data.prompts import check_source
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
-
-
-def check_noise_steps(settings: Settings) -> None:
-    """The noise steps must leave a denoising step after them."""
-    num_steps, train_steps = (settings.option(name) for name in ("num_steps", "train_steps"))
-    if not isinstance(num_steps, int) or train_steps is None:
-        return
-    last = train_steps - 1 if isinstance(train_steps, int) else max(train_steps)
-    if last > num_steps - 2:
-        raise ValueError(
-            f"train_steps={train_steps} reaches noise step {last}, but with num_steps={num_steps} "
-            f"the last to explore is {num_steps - 2}: a denoising step must follow the noise"
-        )
-
-
-def check_algorithm(settings: Settings) -> None:
-    """The algorithm must accept its options."""
-    make_algorithm(settings.algorithm, settings.algorithm_options())
 
 
 def check_rewards(settings: Settings) -> None:

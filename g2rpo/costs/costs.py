@@ -19,7 +19,6 @@ from itertools import combinations
 from typing import Any
 
 from g2rpo.algorithms.base import coarse_tails_warning
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import (
@@ -124,7 +123,7 @@ def plan_costs(
     if seconds_per_forward is not None and not seconds_per_forward > 0:
         raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
     shape = shape_of_run(settings)
-    algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+    algorithm = settings.make_algorithm()
     plans = run_plans(settings, algorithm)
     trained = trained_params(settings, shape)
     notes: tuple[str, ...] = ()

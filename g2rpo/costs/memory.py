@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.settings import Settings
 from g2rpo.costs.rewards import offloaded_options, reward_bytes
 from g2rpo.models.family import ModelShape
@@ -186,7 +185,7 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
     if settings.rollout_batch != "auto":
         return settings.rollout_batch
     shape = shape_of_run(settings)
-    plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
+    plans = run_plans(settings, settings.make_algorithm())
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
     batch = min(gathered(largest_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
@@ -210,10 +209,7 @@ def shape_of_run(settings: Settings) -> ModelShape:
 
 def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
     """The plan of every iteration; they differ, for example, if a window moves."""
-    return [
-        algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
-        for train_step in range(settings.iterations)
-    ]
+    return [algorithm.plan(settings.seed, train_step) for train_step in range(settings.iterations)]
 
 
 def trained_params(settings: Settings, shape: ModelShape) -> int:

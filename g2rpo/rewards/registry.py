@@ -6,7 +6,6 @@ Names are enough to check settings: the module of a reward is imported when its 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from g2rpo.rewards.base import Media, Options, RewardSpec, is_groupwise, media_o
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.isolation import restored_state
+from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.text import did_you_mean
 
@@ -260,19 +260,5 @@ def _check_options(name: str, factory: Any, options: Options) -> None:
 
 
 def _attribute(target: str, reward: str) -> Any:
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute.isidentifier():
-        raise ValueError(f"{target!r} must be module:attribute, such as my_rewards:brightness")
-    try:
-        with exits_reported(reward, "while its module was imported"):
-            module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # If the module exists and one of its own imports is missing, that error is reported unchanged.
-        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise
-        raise ValueError(
-            f"no module {error.name!r} for reward {target!r}; put it into the current folder or on PYTHONPATH"
-        ) from error
-    if not hasattr(module, attribute):
-        raise ValueError(f"{module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
-    return getattr(module, attribute)
+    with exits_reported(reward, "while its module was imported"):
+        return import_attribute(target, "reward", "my_rewards:brightness")

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.checks import check_files, check_groupwise
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
@@ -35,8 +34,7 @@ from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import Conditioning, Policy, root_module, trained_parameters
 from g2rpo.models.registry import check_policy, load_policy
-from g2rpo.objectives.advantages import advantages_of
-from g2rpo.objectives.batch import rows_of
+from g2rpo.objectives.base import Context
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import CheckedReward, groupwise_names, load_rewards
@@ -107,7 +105,7 @@ class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
     def __init__(self, settings: Settings) -> None:
-        self.recorded_settings = settings = settings.resolved()
+        self.recorded_settings = settings = settings.resolved(custom=True)
         check_files(settings)
         # Code of a reward may change the working directory; the run stays in its folders.
         settings = settings.model_copy(update=_absolute_folders(settings))
@@ -125,7 +123,8 @@ class Trainer:
         prompts, report = read_prompts(settings.prompts)
         eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
         eval_prompts = eval_prompts[: settings.num_eval_prompts]
-        self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
+        self.algorithm: Algorithm = settings.make_algorithm()
+        self.objective = self.algorithm.objective()
         self.stream = PromptStream(prompts, settings.seed)
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
@@ -157,7 +156,9 @@ class Trainer:
         self.parameters = trained_parameters(self.policy)
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
-        self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
+        # The reference is the policy before training: it is copied before `_restore` loads a checkpoint.
+        needed = self.objective.needs_reference
+        self.reference = reference_of(self.policy, bool(settings.lora_rank)) if needed else None
         self.step = 0
         self.mid_update = False  # then the weights are not those of `step` iterations
         self.checkpoint_seconds: dict[
@@ -291,7 +292,7 @@ class Trainer:
         cond = self.cache.get(self.policy, texts)
         samples = explore(
             self.policy,
-            self.curriculum.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            algorithm.plan(settings.seed, self.step, self.curriculum.spread()),
             self.sigmas,
             cond,
             group_size=settings.group_size,
@@ -332,20 +333,26 @@ class Trainer:
         began = time.perf_counter()
         every_rollout = [r for share in gathered([r.for_statistics() for r in rollouts]) for r in share]
         self._check_valid(every_rollout)
-        advantages = advantages_of(every_rollout, algorithm, list(settings.rewards.values()))
+        advantages = algorithm.advantages(every_rollout, list(settings.rewards.values()))
         first = rank() * len(rollouts)
         own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
         rate = learning_rate(
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
         set_learning_rate(self.optimizer, rate)
+        context = Context(
+            self.sigmas.to(self.policy.device),
+            algorithm.diffusion,
+            algorithm.eta,
+            settings.seed,
+            self.step,
+        )
         self.mid_update = True
         learned = update(
             self.policy,
-            algorithm,
-            rows_of(rollouts, own),
+            self.objective,
+            self.objective.rows(rollouts, own, context).split(algorithm.update, settings.group_size),
             cond,
-            self.sigmas,
             self.optimizer,
             max_grad_norm=settings.max_grad_norm,
             update_batch=settings.update_batch,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.algorithms.flow_grpo import flow_grpo
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.rollouts.plan import Branch, Plan
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
@@ -97,7 +97,7 @@ def test_windows_stay_in_their_span(data, num_steps, seed):
 
 def test_the_fast_window_is_drawn_evenly_over_its_range():
     # T = 10, window 2 in steps 1..5: starts 1, 2, 3, 4, also at the first iteration
-    rule = flow_grpo(num_steps=10, window=2, window_range=[1, 6]).plan
+    rule = FlowGRPO(num_steps=10, window=2, window_range=[1, 6]).plan_rule()
     counts = Counter(rule.plan(10, 0, iteration).noise_steps[0] for iteration in range(2000))
     assert sorted(counts) == [1, 2, 3, 4]
     # chi squared with 3 degrees of freedom: above 16.3 once in a thousand
@@ -116,7 +116,7 @@ def test_the_fast_window_is_drawn_evenly_over_its_range():
 
 def test_every_rank_draws_the_same_window(monkeypatch):
     def starts():
-        rule = flow_grpo(num_steps=16, window=2).plan
+        rule = FlowGRPO(num_steps=16, window=2).plan_rule()
         return [rule.plan(16, 5, iteration).noise_steps[0] for iteration in range(40)]
 
     first = starts()
@@ -153,9 +153,8 @@ def test_train_fraction_counts_steps():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_plan_depends_on_seed_and_train_step_alone(name):
-    algorithm = PRESETS[name]()
     for iteration in (0, 1, 77):
-        plans = {PRESETS[name]().plan.plan(algorithm.num_steps, 5, iteration) for _ in range(2)}
+        plans = {PRESETS[name]().plan(5, iteration) for _ in range(2)}
         assert len(plans) == 1
 
 

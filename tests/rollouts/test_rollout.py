@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.gaussian_policy import GaussianPolicy, explore_gaussian, sde_moments
 from support.naive import naive_ode, naive_walk
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import diffusion
 from g2rpo.rollouts.explore import explore
@@ -49,7 +49,7 @@ def plans(draw) -> Plan:
         )
     if kind == "fast":  # up to the last step but one, beyond what MixGRPO's windows reach
         fast = PRESETS["flow_grpo"](window=2, num_steps=num_steps, window_range=[0, num_steps - 1])
-        return fast.plan.plan(num_steps, seed, train_step)
+        return fast.plan(seed, train_step)
     width = draw(st.integers(1, num_steps - 3))
     flash = draw(st.floats(0.1, 1)) if kind == "flash" else None
     return Window(width, hold=3, flash=flash).plan(num_steps, seed, train_step)
@@ -115,7 +115,7 @@ def test_equals_one_by_one(plan, kind, batch):
 @pytest.mark.parametrize("name", PRESETS)
 def test_batches_and_neighbours_change_rounding_only(name):
     algorithm = PRESETS[name]()
-    plan = algorithm.plan.plan(algorithm.num_steps, 0, 30)
+    plan = algorithm.plan(0, 30)
     both = explore_gaussian(GaussianPolicy(), plan, rollout_batch=7)
     alone = explore_gaussian(GaussianPolicy(), plan, ("-0.25",), prompt_indices=[11], rollout_batch=1000)
     for field in ("x", "x_next", "log_prob", "latents"):
@@ -141,7 +141,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_members_have_the_moments_of_the_gaussian_answer(name):
     algorithm, train_step = METHODS[name]
-    plan = algorithm.plan.plan(algorithm.num_steps, 0, train_step)
+    plan = algorithm.plan(0, train_step)
     group_size, policy = 4000, GaussianPolicy(latent_shape=(2, 3))
     samples = explore_gaussian(
         policy,
@@ -181,7 +181,7 @@ def test_without_noise_every_image_is_the_ode_endpoint(name):
     # the exact flow of a Gaussian carries the noise z to mean + spread z
     algorithm, _ = METHODS[name]
     num_steps, policy = 400, GaussianPolicy()
-    rule = algorithm.plan
+    rule = algorithm.plan_rule()
     if isinstance(rule, Singular):
         rule = Singular((0, 200), (1, 2), rule.tail_rule)
     samples = explore_gaussian(

@@ -5,7 +5,7 @@ import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from torch import Tensor
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.objectives.advantages import group_advantages
@@ -34,7 +34,7 @@ def scored(name_or_plan, policy=None, rewards=REWARDS, **options) -> list[Rollou
     plan = name_or_plan
     if isinstance(plan, str):
         algorithm = PRESETS[name_or_plan]()
-        plan, kind, eta = algorithm.plan.plan(algorithm.num_steps, 0, 0), algorithm.diffusion, algorithm.eta
+        plan, kind, eta = algorithm.plan(0, 0), algorithm.diffusion, algorithm.eta
     samples = explore_gaussian(policy, plan, **(options | {"kind": kind, "eta": eta}))
     return score(policy, samples, rewards, ["0.5", "-0.25"], **scoring)
 
@@ -64,7 +64,7 @@ def test_one_layout_for_every_method(name):
         assert rollout.valid.all() and rollout.prompt_index == 10 + p
         assert (rollout.anchor_rewards is not None) == name.startswith("g2rpo")
         assert group_advantages(rollout.rewards, valid=rollout.valid).shape == (num_noise_steps, 3)
-        plan = PRESETS[name]().plan.plan(PRESETS[name]().num_steps, 0, 0)
+        plan = PRESETS[name]().plan(0, 0)
         assert rollout.nfe == {part: n for part, n in plan.nfe(3).items() if part != "update"}
 
 

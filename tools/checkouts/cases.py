@@ -149,6 +149,7 @@ EIGHT_BITS = (*G2RPO, "optimizer=adamw8bit", "lora_rank=128", 'lora_targets=["at
 UNVARIED = {
     "out": "the run folder: each case has its own",
     "cache": "the embedding cache: each case has its own",
+    "algorithm_options": "options of an algorithm; a recipe gives them as flat keys",
 }
 # Values that only lead to a refusal on a machine without a GPU.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
