@@ -1,7 +1,7 @@
 """G2RPO: alignment of flow-matching image models by reinforcement learning.
 
     import g2rpo
-    print(g2rpo.plan("flux_lora_1gpu", prompts="world:train", gpu="H200").seconds)
+    print(g2rpo.plan("tiny_gpu", iterations=20, seconds_per_forward=0.01).seconds)
     run = g2rpo.train("tiny", iterations=20, out="runs/first")
     print(g2rpo.evaluate(["tiny", run.out], "world:heldout", ["verifier"], limit=64).means)
 

@@ -60,14 +60,14 @@ class Settings(BaseModel):
     # The policy.
     model: Text = "tiny"
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
-    or `random:flux-dev` (FLUX.1-dev's size with random weights and without a download, for trials)."""
+    or `random:NAME` (a full-size model with random weights and without a download, for trials)."""
     family: Text | None = None
     """A model family of your own, as module:attribute, which is imported. None = found from the model."""
     weights: Text | None = None
     """A .safetensors file of transformer weights, with diffusers' or the original names, that replace the
     base's before training. None = the base's own weights."""
     lora_rank: CountOrOff = 0
-    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory for FLUX.1."""
+    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory."""
     lora_alpha: Positive | None = None
     """Adapters are scaled by lora_alpha / lora_rank. None = twice the rank."""
     lora_targets: list[str] | None = None
@@ -112,8 +112,7 @@ class Settings(BaseModel):
 
     # The algorithm. Its options are declared in algorithms/, one file per method.
     algorithm: Text = "g2rpo"
-    """Method: g2rpo, g2rpo_single, flow_grpo, dance_grpo or mix_grpo, or `module:attribute` for your own
-    class of options."""
+    """Method: a name in `algorithms.registry.PRESETS`, or `module:attribute` for a class of your own."""
     algorithm_options: dict[str, Any] = Field({}, validate_default=True)
     """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml has those
     of your own class in this table, because only the class knows which they are."""

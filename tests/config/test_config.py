@@ -22,8 +22,8 @@ def refusal(*overrides: str, recipe: str | None = None) -> str:
 def test_every_shipped_recipe_loads_and_none_is_tiny(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     assert {"tiny", "tiny_gpu"} <= set(shipped_recipes())
-    for name in shipped_recipes():  # the flux ones name a file of prompts that the user brings
-        assert load_settings(name, check_files=not name.startswith("flux_")).algorithm in PRESETS
+    for name in shipped_recipes():  # others name a file of prompts that the user brings
+        assert load_settings(name, check_files=name.startswith("tiny")).algorithm in PRESETS
     assert load_settings() == load_settings("tiny") == load_settings("recipes/tiny.toml")
 
 

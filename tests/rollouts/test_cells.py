@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
 
-from g2rpo.algorithms.presets import PRESETS
-from g2rpo.objectives.advantages import advantages_of, group_advantages
+from g2rpo.algorithms.registry import PRESETS, make_algorithm
+from g2rpo.objectives.advantages import group_advantages
 from g2rpo.objectives.stats import invalid_share, reward_metrics, why_invalid
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rollouts.rules import Singular
@@ -38,8 +38,8 @@ def rollouts_of(name_or_plan, rewards, policy=None, **options):
     scoring = {key: options.pop(key) for key in ("metadata", "decode_batch", "keep_images") if key in options}
     plan, rules = name_or_plan, {"kind": "flow", "eta": 0.7}
     if isinstance(plan, str):
-        algorithm = PRESETS[plan]()
-        plan = algorithm.plan.plan(algorithm.num_steps, 0, 0)
+        algorithm = make_algorithm(plan, {})
+        plan = algorithm.plan(0, 0)
         rules = {"kind": algorithm.diffusion, "eta": algorithm.eta}
     policy = policy or GaussianPolicy()
     return score(policy, explore_gaussian(policy, plan, **rules, **options), rewards, PROMPTS, **scoring)
@@ -48,16 +48,16 @@ def rollouts_of(name_or_plan, rewards, policy=None, **options):
 @pytest.mark.parametrize("decode_batch", [1, 4, 1000])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_judge_that_scores_each_image_equals_the_pointwise_reward_bit_for_bit(name, decode_batch):
-    algorithm = PRESETS[name]()
+    algorithm = make_algorithm(name, {})
     plain = rollouts_of(name, {"plain": brightness}, decode_batch=24)
     judge = Judge()
     judged = rollouts_of(name, {"judge": judge}, decode_batch=decode_batch)
     for one, other in zip(plain, judged, strict=True):
         assert torch.equal(one.rewards, other.rewards) and torch.equal(one.valid, other.valid)
-    for one, other in zip(*(advantages_of(r, algorithm, [1.0]) for r in (plain, judged)), strict=True):
+    for one, other in zip(*(algorithm.advantages(r, [1.0]) for r in (plain, judged)), strict=True):
         assert torch.equal(one, other) and one.abs().max() > 0
     # one call for each prompt and distinct image of a member, with all three members
-    images = algorithm.plan.plan(algorithm.num_steps, 0, 0).images_per_member
+    images = algorithm.plan(0, 0).images_per_member
     assert [len(cell) for cell in judge.cells] == [3] * (2 * images)
 
 
