@@ -40,9 +40,9 @@ def _check(files: ModelFiles, options: PolicyOptions, mesh: DeviceMesh | None) -
 
 
 def _shape(files: ModelFiles, options: PolicyOptions) -> ModelShape:
-    from g2rpo.models.flux.shape import shape_of
+    from g2rpo.models.flux.shape import shape_of_files
 
-    return shape_of(files, options)
+    return shape_of_files(files, options)
 
 
 def _write_single_file(policy: Policy, out: Path, dtype: torch.dtype) -> None:
