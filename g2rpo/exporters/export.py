@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.exporters.card import model_card
-from g2rpo.inference.open import EXPORT_FILE, open_run, run_of
+from g2rpo.inference.open import EXPORT_FILE, check_family, open_run, run_of
 from g2rpo.models.family import ModelFamily
 from g2rpo.models.policy import Policy, has_adapters
 from g2rpo.models.registry import find_model
@@ -57,12 +58,16 @@ def export_run(
         ValueError: no checkpoint, an `out` that holds something else or cannot be written, a kind that the
             run cannot be exported as, or a base model without files. Nothing is written then.
     """
+    path = Path(run).expanduser()
+    folder = run_of(path) or path
+    if run_of(path) is not None:  # otherwise opening it says so
+        own_settings = read_settings(folder)
+        check_family(own_settings.family, family, folder)
+        _layout(find_model(own_settings.model, family)[0], kind, own_settings.lora_rank > 0)
     # Only the run stored its base in 8 bits; adapters are exported for, and merged into, the original base.
     policy, settings, state = open_run(
         run, device="cpu", family=family, changes={"precision": "float32", "base_dtype": "compute"}
     )
-    path = Path(run).expanduser()
-    folder = run_of(path) or path
     metrics = read_metrics(file) if (file := folder / "metrics.jsonl").is_file() else []
     iteration = int(state["iteration"])
     return export_policy(

@@ -25,6 +25,7 @@ from g2rpo.flow.schedule import Shift, shifted_sigmas
 from g2rpo.inference.images import comparison, grid, save_png
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
+from g2rpo.models.options import as_resolution, plain_resolution
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.runtime.files import atomic_path
 
@@ -198,6 +199,10 @@ class SampleRequest:
     family: str | None = None
 
     def __post_init__(self) -> None:
+        size = as_resolution(self.conditions.get("resolution"))
+        if size is not None:
+            conditions = {**self.conditions, "resolution": plain_resolution(size)}
+            object.__setattr__(self, "conditions", conditions)
         if not self.prompts:
             raise ValueError("no prompts: give at least one, a file of prompts or world:NAME")
         if not self.steps or any(n < 1 for n in self.steps) or len(set(self.steps)) < len(self.steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from g2rpo.models.loading.files import config_folder, local_folder, read_json
 from g2rpo.models.loading.precision import set_precision
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.processes import resolve_device
 
 if TYPE_CHECKING:
@@ -42,13 +42,7 @@ def import_family(path: str) -> ModelFamily:
     Raises:
         ValueError: there is no such module or attribute, or it is not a `ModelFamily`.
     """
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"family={path!r}: give module:attribute, such as my_family:FAMILY")
-    try:
-        family = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"family={path!r} cannot be imported ({error}); give module:attribute") from error
+    family = import_attribute(path, "model family", "my_family:FAMILY")
     if not isinstance(family, ModelFamily):
         raise ValueError(
             f"family={path!r} is a {type(family).__name__}, not a g2rpo.models.family.ModelFamily"

@@ -93,18 +93,40 @@ class CountedPolicy:
         self.counts = {"anchor": 0, "sde": 0, "tails": 0}
 
     def __call__(
-        self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str]
+        self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str], levels: Tensor
     ) -> list[Tensor]:
-        """Evaluates the velocities of several nodes.
+        """Evaluates the velocities of several nodes; with several modules, one module at a time.
 
         Args:
             nodes: states [S, L, C], one tensor per node.
-            sigma, rows: noise level and conditioning row of each sample, [nodes * S], on the policy's device.
+            sigma: noise level of each sample, [nodes * S], on the policy's device.
+            rows: conditioning row of each sample, [nodes * S], on the CPU.
             parts: the part as which each node is counted.
+            levels: noise level of each node, on the CPU.
 
         Returns:
             One velocity [S, L, C] per node.
         """
+        if len(self.policy.modules) == 1:
+            return self._evaluate(nodes, sigma, rows, parts)
+        experts = [self.policy.expert_of(level) for level in levels.tolist()]
+        sigmas, rows_of = sigma.split(len(nodes[0])), rows.split(len(nodes[0]))
+        velocities: dict[int, Tensor] = {}
+        for name in self.policy.modules:
+            own = [n for n, expert in enumerate(experts) if expert == name]
+            if own:
+                evaluated = self._evaluate(
+                    [nodes[n] for n in own],
+                    torch.cat([sigmas[n] for n in own]),
+                    torch.cat([rows_of[n] for n in own]),
+                    [parts[n] for n in own],
+                )
+                velocities |= dict(zip(own, evaluated, strict=True))
+        return [velocities[n] for n in range(len(nodes))]
+
+    def _evaluate(
+        self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str]
+    ) -> list[Tensor]:
         per_node = len(nodes[0])
         x = torch.cat(nodes)
         velocities = []
@@ -202,12 +224,12 @@ def walk_anchor(forwards: CountedPolicy, plan: Plan, levels: Tensor, start: Tens
         start: [P, L, C], float32.
     """
     starts = {branch.noise_steps[0] for branch in plan.branches}
-    rows = torch.arange(len(start), device=start.device)
+    rows = torch.arange(len(start))
     sigma = copied_to(start.device, levels[:, None].repeat(1, len(start)))
     states, velocities = {}, {}
     x = start
     for position in range(plan.anchor_evaluations):
-        (velocity,) = forwards([x], sigma[position], rows, ("anchor",))
+        (velocity,) = forwards([x], sigma[position], rows, ("anchor",), levels[position : position + 1])
         if position in starts:
             states[position], velocities[position] = x, velocity
         x = x + velocity * (levels[position + 1] - levels[position])
@@ -241,7 +263,7 @@ def run_branches(
     """
     tree = make_tree(plan)
     num_noise_steps, num_prompts, group_size = noise.shape[:3]
-    prompt_rows = torch.arange(num_prompts, device=noise.device).repeat_interleave(group_size)
+    prompt_rows = torch.arange(num_prompts).repeat_interleave(group_size)
     wave_sigmas = [
         copied_to(noise.device, levels[list(wave.positions)].repeat_interleave(len(prompt_rows)))
         for wave in tree.waves
@@ -261,7 +283,8 @@ def run_branches(
         if wave is tree.waves[0]:
             velocities = [anchor.velocities[position].repeat_interleave(group_size, 0) for position in starts]
         else:
-            velocities = forwards(nodes, sigma, prompt_rows.repeat(len(nodes)), wave.parts)
+            rows = prompt_rows.repeat(len(nodes))
+            velocities = forwards(nodes, sigma, rows, wave.parts, levels[list(wave.positions)])
         next_nodes, next_history = [], []
         for edge in wave.edges:
             x, velocity = nodes[edge.node], velocities[edge.node]

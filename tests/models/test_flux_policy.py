@@ -228,9 +228,7 @@ def test_weights_that_are_a_lora(folder, tmp_path, lora_rank):
 
 
 def test_what_a_user_can_get_wrong(folder, tmp_path):
-    with pytest.raises(
-        ValueError, match="resolution=18: sides must be multiples of 4 pixels, as resolution=16 would be"
-    ):
+    with pytest.raises(ValueError, match="resolution=18: sides must be multiples of 4 pixels, as resolut"):
         load(folder, resolution=18)
     with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
         load(folder, max_sequence_length=13)

@@ -169,7 +169,7 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
     monkeypatch.setattr(FluxText, "encode", encode_until_signal)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "g2rpo.training.trainer.policy_of", lambda *_, **__: pytest.fail("went on without embeddings")
+            "g2rpo.training.trainer.load_policy", lambda *_, **__: pytest.fail("went on without embeddings")
         )
         stopped = CliRunner().invoke(app, words, catch_exceptions=False)
     assert stopped.exit_code == 130 and not (tmp_path / "run").exists()

@@ -262,7 +262,7 @@ def test_every_export_opens_again(trained, base, tmp_path, layout):
 
 
 def test_other_settings_cannot_go_on(trained, monkeypatch):
-    monkeypatch.setattr("g2rpo.training.trainer.policy_of", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("g2rpo.training.trainer.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
     config = (trained.out / "config.toml").read_bytes()
     _, errors = g2rpo("train", *trained.words, "lr=2e-2", "group_size=4", code=2)
     lines = [line.strip() for line in errors.splitlines()]
