@@ -188,7 +188,7 @@ def test_no_batch_size_and_no_text_length_compiles_anew(folder, lora_rank, monke
     torch._dynamo.reset()
     compiled = load(folder, compile_blocks=True, gradient_checkpointing=True, lora_rank=lora_rank)
     eager, seen = load(folder, lora_rank=lora_rank), []
-    words = "a red circle on white background and two blue stars".split()
+    words = ["a", "red", "circle", "on", "white", "background", "and", "two", "blue", "stars"]
     for n, longest, ragged in ((1, 3, 0), (4, 5, 0), (3, 4, 1), (2, 6, 0), (7, 8, 1), (5, 2, 1)):
         cond = eager.encode([" ".join(words[: longest - ragged * (i % 2)]) for i in range(n)])
         x, sigma = torch.randn(n, *eager.latent_shape), torch.rand(n)
@@ -196,8 +196,8 @@ def test_no_batch_size_and_no_text_length_compiles_anew(folder, lora_rank, monke
             torch.testing.assert_close(compiled.velocity(x, sigma, cond), eager.velocity(x, sigma, cond))
         seen.append(len(graphs))
         assert compiled.velocity(x, sigma, cond).requires_grad and len(graphs) == seen[-1]
-    # All blocks share a graph. The second size compiles a general one, for inputs that are views (of the first
-    # block) and others; so does the first mask; later sizes compile none.
+    # All blocks share a graph. The second size compiles a general one, for inputs that are views (those of the
+    # first block) and others; so does the first mask; later sizes compile none.
     assert seen[0] == 1 and seen[1] <= 3 and seen[2] <= 5 and len(set(seen[2:])) == 1, seen
 
 
