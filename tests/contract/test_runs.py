@@ -25,6 +25,7 @@ from g2rpo.inference.open import open_policy
 from g2rpo.run.checkpoint_index import read_tensors
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
+from g2rpo.setup.verify import verify
 from g2rpo.training.trainer import train
 
 ITERATIONS, STEPS = 2, 4
@@ -135,7 +136,8 @@ def test_export_equals_the_stock_pipeline(contract, folder, trained, tmp_path):
     own = own_images(policy, num_steps=STEPS, shift=3.0)
     assert (images - untrained).abs().max() > 8 / 255, "training changed nothing that could be compared"
     assert (own - images).abs().max() <= 2 / 255
-    # The export opens again as a policy.
+    # The export passes `g2rpo doctor --verify` and opens again as a policy.
+    assert {row.status for row in verify(exported, base=str(folder))} == {"ok"}
     opened = open_policy(exported, base=str(folder), device="cpu")
     assert (own_images(opened, num_steps=STEPS, shift=3.0) - own).abs().max() <= 2 / 255
 
