@@ -101,12 +101,13 @@ def evaluate(
         rewards: names, or module:function.
         steps: numbers of denoising steps, each evaluated separately.
         limit: largest number of prompts; None is all of them.
-        guidance, resolution, precision: conditions of all models; None is those of the first one. A resolution
-            is the side of a square image in pixels, or [height, width].
+        guidance, precision: conditions of all models; None is those of the first one.
+        resolution: side of square images in pixels, or [height, width]; None is that of the first model.
         options: options of rewards, as NAME.KEY=VALUE.
         labels: names of the models in the tables.
         out: folder of the tables and images.
-        sampling: num_images, seed, shift, base, family, device and batch of `g2rpo.inference.sample.SampleRequest`.
+        sampling: num_images, seed, shift, base, family, device and batch of
+            `g2rpo.inference.sample.SampleRequest`.
 
     Raises:
         ValueError: an argument is wrong; raised before a model is loaded.

@@ -147,17 +147,17 @@ def as_resolution(value: Any) -> Size | None:
         return None
     sides: Any = value
     if isinstance(value, str):
-        sides = [int(part) if part.strip().isdecimal() else part for part in value.lower().split("x")]
+        parts = [int(part) if part.strip().isdecimal() else 0 for part in value.lower().split("x")]
+        sides = parts * 2 if len(parts) == 1 else parts
     elif isinstance(value, int):
-        sides = [value]
-    if not isinstance(sides, Sequence) or not all(type(side) is int and side > 0 for side in sides):
-        sides = []
-    if len(sides) not in (1, 2):
+        sides = [value, value]
+    is_pair = isinstance(sides, Sequence) and len(sides) == 2
+    if not is_pair or not all(type(side) is int and side > 0 for side in sides):
         raise ValueError(
             f"resolution={value!r}: give the side of a square image in pixels, such as 512, or "
             "[height, width] (on the command line HEIGHTxWIDTH), such as 512x768"
         )
-    return sides[0], sides[-1]
+    return sides[0], sides[1]
 
 
 def plain_resolution(size: Size) -> int | list[int]:

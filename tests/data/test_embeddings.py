@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.policies import load
 from support.random_flux import save_random_flux
 
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Conditioning
 
 PROMPTS = ["a red circle", "two blue stars above a green square", "a red circle", "日本語 and “quotes”"]
 
@@ -119,3 +121,48 @@ def test_no_space(policy, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="do not fit"):
         EmbeddingCache(tmp_path).fill(policy, PROMPTS)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class Words:
+    """Encodes each word as a vector: ragged rows, beside a plain tensor and one of integers."""
+
+    device, encoder_identity = torch.device("cpu"), "words:1"
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        self.encoded += prompts
+        rows = []
+        for prompt in prompts:
+            words = [[float(len(word)), float(ord(word[0]))] for word in prompt.split()]
+            text = torch.tensor(words).reshape(1, -1, 2)
+            tensors = {"text": text, "pooled": text.sum(1), "count": torch.tensor([text.shape[1]])}
+            rows.append(Conditioning(tensors, {"text": torch.tensor([text.shape[1]])}))
+        return Conditioning.cat(rows)
+
+
+def test_ragged_rows_are_stored_without_padding(tmp_path):
+    EmbeddingCache(tmp_path).fill(Words(), ["a", "three short words", "two words", ""])
+    (shard,) = tmp_path.glob("*/*.safetensors")
+    stored = load_file(shard)
+    assert {name: tuple(value.shape) for name, value in stored.items()} == {
+        "text": (1 + 3 + 2 + 0, 2),
+        "text.lengths": (4,),
+        "pooled": (4, 2),
+        "count": (4,),
+    }
+    assert stored["text.lengths"].tolist() == [1, 3, 2, 0]
+
+
+def test_ragged_rows_come_back_bit_equal(tmp_path):
+    texts = ["a", "three short words", "two words", ""]
+    EmbeddingCache(tmp_path).fill(Words(), texts)
+    for order in (texts, [texts[2], texts[0]], [texts[3]], [texts[1], texts[1]]):
+        encoder = Words()
+        found, expected = EmbeddingCache(tmp_path).get(encoder, order), Words().encode(order)
+        assert not encoder.encoded, "everything was in the cache"
+        assert found.tensors.keys() == expected.tensors.keys() and found.lengths.keys() == {"text"}
+        for name, value in expected.tensors.items():
+            assert torch.equal(found.tensors[name], value), name
+        assert torch.equal(found.lengths["text"], expected.lengths["text"])

@@ -65,6 +65,29 @@ def test_equals_the_stock_pipeline(tmp_path, guidance_embeds):
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [(16, 24), (24, 8)])
+def test_rectangles_equal_the_stock_pipeline(folder, size):
+    from diffusers import FluxPipeline
+
+    height, width = size
+    policy = load(folder, guidance=2.5, resolution=size)
+    tokens = height * width // 16
+    assert policy.latent_shape == (tokens, 16) and policy.resolution == size
+    assert policy.conditions["resolution"] == [height, width]
+    pipeline = FluxPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    sigmas, x = shifted_sigmas(4, 3.0), torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(8))
+    call = {"sigmas": sigmas[:-1].tolist(), "num_inference_steps": 4, "guidance_scale": 2.5}
+    call |= {"height": height, "width": width, "max_sequence_length": 12}
+    stock_latents = pipeline(PROMPTS, latents=x, output_type="latent", **call).images
+    stock = pipeline(PROMPTS, latents=x, output_type="pt", **call).images
+    latents = euler(policy, x, sigmas, policy.encode(PROMPTS))
+    torch.testing.assert_close(latents, stock_latents, rtol=0, atol=1e-5)
+    images = policy.decode(latents)
+    assert images.shape == (2, 3, height, width) and stock.std() > 0.01
+    torch.testing.assert_close(images, stock, rtol=0, atol=1e-5)
+
+
 def test_pipeline_in_use_is_left_alone(folder, policy):
     # The hook on the time embedding must not leak an old sigma into calls from outside the policy.
     from diffusers import FluxPipeline
@@ -120,6 +143,10 @@ def test_pack_is_the_pipelines(policy):
     assert torch.equal(pack(z), FluxPipeline._pack_latents(z, 2, 4, 8, 8))
     assert torch.equal(unpack(pack(z), (4, 4)), z)
     assert pack(z).shape[1:] == policy.latent_shape
+    wide = torch.arange(2 * 4 * 4 * 10.0).reshape(2, 4, 4, 10)
+    assert torch.equal(unpack(pack(wide), (2, 5)), wide)
+    with pytest.raises(ValueError, match="10 tokens of 16 channels are no packed latent of 5 x 5 tokens"):
+        unpack(pack(wide), (5, 5))
 
 
 def test_encoding_of_a_prompt_does_not_depend_on_its_company(policy):
