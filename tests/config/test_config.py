@@ -48,6 +48,17 @@ def test_the_flux_recipes_have_the_papers_numbers(name):
     assert set(settings.rewards) == {"hps", "clip"} - ({"clip"} if name == "flux_hps" else set())
 
 
+def test_the_qwen_image_recipe_has_the_published_numbers():
+    """Those of verl-omni's run_qwen_image_ocr_lora.sh; what it does not state is not compared."""
+    settings = load_settings("qwen_image_lora_1gpu", check_files=False)
+    assert (settings.model, settings.resolution, settings.true_cfg) == ("Qwen/Qwen-Image", 512, 4.0)
+    assert (settings.negative_prompt, settings.max_sequence_length) == (" ", 256)
+    assert (settings.lora_rank, settings.lora_alpha, settings.lora_targets) == (64, 128, None)
+    assert (settings.lr, settings.weight_decay, settings.group_size) == (3e-4, 1e-4, 16)
+    options = {name: settings.option(name) for name in ("num_steps", "window", "window_range", "eta")}
+    assert options == {"num_steps": 10, "window": 2, "window_range": [0, 5], "eta": 1.2}
+
+
 def test_the_baselines_recipes_have_their_papers_numbers():
     dance, mix, flow = (
         load_settings(f"flux_{name}", check_files=False) for name in ("dance_grpo", "mix_grpo", "flow_grpo")

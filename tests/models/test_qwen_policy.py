@@ -3,6 +3,7 @@
 That it equals the stock pipeline is tested in tests/contract.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -173,6 +174,37 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
         policy.velocity(latents(), SIGMA, policy.encode(PROMPTS)).square().mean().backward()
         gradients.append([p.grad for p in policy.module.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.long)])
+def test_no_batch_size_and_no_text_length_compiles_anew(folder, lora_rank, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    compiled = load(folder, compile_blocks=True, gradient_checkpointing=True, lora_rank=lora_rank)
+    eager, seen = load(folder, lora_rank=lora_rank), []
+    words = ["a", "red", "circle", "on", "white", "background", "and", "two", "blue", "stars"]
+    for n, longest, ragged in ((1, 3, 0), (4, 5, 0), (3, 4, 1), (2, 6, 0), (7, 8, 1), (5, 2, 1)):
+        cond = eager.encode([" ".join(words[: longest - ragged * (i % 2)]) for i in range(n)])
+        x, sigma = torch.randn(n, *eager.latent_shape), torch.rand(n)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled.velocity(x, sigma, cond), eager.velocity(x, sigma, cond))
+        seen.append(len(graphs))
+        assert compiled.velocity(x, sigma, cond).requires_grad and len(graphs) == seen[-1]
+    # All blocks share a graph. The second size compiles a general one, for inputs that are views (those of the
+    # first block) and others; so does the first mask; later sizes compile none.
+    assert seen[0] == 1 and seen[1] <= 3 and seen[2] <= 5 and len(set(seen[2:])) == 1, seen
+
+
+def test_decoder_compiles_as_one_graph(policy):
+    decoder = torch.compile(policy._decoder, backend="aot_eager", fullgraph=True)
+    z = torch.randn(2, 4, 8, 8)
+    torch.testing.assert_close(decoder(z), policy._decoder(z), rtol=0, atol=1e-5)
 
 
 def test_eight_bit_tails_leave_modulations(policy):

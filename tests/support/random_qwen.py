@@ -18,8 +18,7 @@ def save_random_qwen(folder: Path, *, guidance_embeds: bool = False, seed: int =
     """Saves a Qwen-Image pipeline whose tokens are 4 px wide, with 16 channels, and returns its folder.
 
     The tokenizer returns one token for each of `WORDS` and 34 for the start of the pipeline's template, as
-    the published one does. The published scheduler's `shift_terminal` is left out, so that given sigmas are
-    kept.
+    the published one does. The scheduler keeps given sigmas, unlike the published one.
     """
     from diffusers import (
         AutoencoderKLQwenImage,

@@ -79,6 +79,8 @@ class QwenImagePolicy(TransformerPolicy):
         mask = None
         if int(lengths.min()) < text.shape[1]:  # lengths are on the CPU: no synchronisation
             mask = (torch.arange(text.shape[1]) < lengths[:, None]).to(text.device, non_blocking=True)
+            if self.options.compile_blocks:  # otherwise the first size of a mask would be a constant
+                torch._dynamo.maybe_mark_dynamic(mask, [0, 1])
         out: Tensor = self.module(
             hidden_states=x,
             encoder_hidden_states=text,
