@@ -114,7 +114,7 @@ def coarse_tails_warning(plan: Plan) -> str:
     Tails are too coarse if even the finest one has fewer than three steps and at most half of the remaining
     ones. On the embedded model such runs collapsed unless lr was small or a KL was used (docs/choosing.md).
     """
-    for branch in plan.branches:
+    for branch in plan.branches if plan.noise_steps else ():
         remaining = plan.num_steps - branch.noise_steps[-1] - 1
         finest = max(len(positions) - 1 for positions in branch.tails)
         if finest < 3 and 2 * finest <= remaining:

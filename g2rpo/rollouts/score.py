@@ -39,12 +39,14 @@ class Rollout:
         step: [K, 1], int64, index of the noise step into the sigmas.
         train_mask: [K, G], bool, the steps that each member trains.
         rewards: [R, K or 1, J, G], float32; NaN = invalid. K is 1 if one image scores all steps of a path.
-        valid: [K, G], bool, all rewards of the step, its states and its images are finite.
+        valid: [K, G], bool, all rewards of the step, its states and its images are finite. [1, G] for a plan
+            without noise steps, as is policy_finite.
         policy_finite: [K, G], bool, the policy's part of `valid`: the step's states and images are finite.
         nfe: counted forwards of this group: anchor, sde, tails, total.
         prompt_index: position of the prompt in the stream.
         image_of_tail: [branches][J], index of the member's distinct image at which each tail ends.
         velocity: [K, 1, L, C], the rollout's velocity at x, or None if x is not the anchor's.
+        latents: [distinct images, G, L, C], float32, the clean latents, if kept.
         images: [distinct images, G, 3, H, W], uint8 on the CPU, if kept.
         anchor_rewards: [R] of the anchor's image, NaN for a groupwise reward, which does not judge it; None
             if the anchor was not continued to the end.
@@ -63,6 +65,7 @@ class Rollout:
     prompt_index: int
     image_of_tail: tuple[tuple[int, ...], ...]
     velocity: Tensor | None = None
+    latents: Tensor | None = None
     images: Tensor | None = None
     anchor_rewards: Tensor | None = None
     anchor_image: Tensor | None = None
@@ -82,6 +85,7 @@ class Rollout:
             log_prob=none,
             train_mask=none,
             velocity=None,
+            latents=None,
             images=None,
             anchor_image=None,
             anchor_rewards=anchor,
@@ -99,6 +103,7 @@ def score(
     *,
     decode_batch: int = 24,
     keep_images: bool = False,
+    keep_latents: bool = False,
     timer: Timer | None = None,
 ) -> list[Rollout]:
     """Decodes and scores every distinct image once, and returns one rollout per group.
@@ -110,6 +115,7 @@ def score(
         prompts, metadata: one per group.
         decode_batch: number of images that are decoded and scored at once.
         keep_images: whether the rollouts keep the images.
+        keep_latents: whether the rollouts keep the clean latents.
         timer: receives the laps "decode" and "reward".
 
     Raises:
@@ -165,12 +171,14 @@ def score(
         return per_tail[:, branch_of_step] if len(plan.branches) > 1 else per_tail
 
     rewards_by_step = by_step(all_scores)
-    policy_finite = by_step(torch.cat(finite_images)[None])[0].all(1) & exploration.log_prob.isfinite()
+    policy_finite = by_step(torch.cat(finite_images)[None])[0].all(1)
+    if plan.noise_steps:
+        policy_finite = policy_finite & exploration.log_prob.isfinite()
     valid = rewards_by_step.isfinite().all(2).all(0) & policy_finite
     images = torch.cat(kept_images) if keep_images else None
     tree_images = None if images is None else images[:num_tree].unflatten(0, tree_shape)
     has_anchor = exploration.anchor_latents is not None
-    step = torch.tensor(plan.noise_steps, device=policy.device)[:, None]
+    step = torch.tensor(plan.noise_steps, dtype=torch.int64, device=policy.device)[:, None]
     return [
         Rollout(
             x=exploration.x[:, p],
@@ -185,6 +193,7 @@ def score(
             prompt_index=key[-1],
             image_of_tail=exploration.image_of_tail,
             velocity=None if exploration.velocity is None else exploration.velocity[:, p],
+            latents=exploration.latents[:, p] if keep_latents else None,
             images=None if tree_images is None else tree_images[:, p],
             anchor_rewards=all_scores[:, num_tree + p] if has_anchor else None,
             anchor_image=images[num_tree + p] if has_anchor and images is not None else None,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,7 @@ class Trainer:
             rollout_batch=self.rollout_batch,
             noise=settings.noise,
             timer=timer,
-            tails=self.policy.tails,
+            tails=nullcontext if self.objective.needs_latents else self.policy.tails,
         )
         trained = {name: self.rewards[name] for name in settings.rewards}
         for reward in trained.values():
@@ -316,6 +317,7 @@ class Trainer:
             texts,
             metadata,
             decode_batch=settings.decode_batch,
+            keep_latents=self.objective.needs_latents,
             timer=timer,
         )
         seconds = {f"seconds_{part}": value for part, value in timer.seconds().items()}

@@ -13,7 +13,7 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.rollouts.plan import Branch, Plan
-from g2rpo.rollouts.rules import EveryStep, Singular, Window
+from g2rpo.rollouts.rules import EveryStep, Ode, Singular, Window
 
 
 def paper(granularities=(1, 2, 3), tail_rule="released", num_train_steps=8) -> Plan:
@@ -38,6 +38,17 @@ def test_forwards_of_the_path_methods():
     assert mix.plan(25, 0, 0).nfe(12) == {"anchor": 1, "sde": 36, "tails": 252, "total": 289, "update": 48}
     totals = [mix.plan(25, 0, iteration).nfe(12)["total"] for iteration in range(500)]
     assert 180 < sum(totals) / 500 < 240
+
+
+def test_forwards_without_a_shared_start():
+    # DiffusionNFT, T = 10: ten evaluations for each of 24 members, nine levels trained; with guidance twice
+    ode = Ode(9).plan(10, 0, 0)
+    assert ode.nfe(24) == {"anchor": 0, "sde": 0, "tails": 240, "total": 240, "update": 216}
+    assert ode.nfe(24, 2)["total"] == 480 and ode.naive_forwards(24) == 240
+    assert ode.images_per_member == 1 and not ode.shares_rows and not ode.shares_states
+    # Noise on steps 3 and 4 of 6, own starts: each of 12 walks 0..3 and evaluates 4 (noise) and 5 (tail).
+    own = Plan(6, (Branch((3, 4), ((5, 6),)),), individual_noise=True)
+    assert own.nfe(12) == {"anchor": 48, "sde": 12, "tails": 12, "total": 72, "update": 24}
 
 
 def test_strides_with_the_same_tail_share_an_image():
@@ -178,6 +189,17 @@ def test_a_plan_depends_on_seed_and_train_step_alone(name):
         (lambda: Plan(4, (Branch((0,), ((1, 4),)), Branch((0,), ((1, 4),)))), "one branch only"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),), extra_sigmas=(0.1,)), "end at 0"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),), solver="heun"), "dpm2m"),
+        (lambda: Plan(4, (Branch((), ((0, 4),)),)), "needs individual_noise"),
+        (
+            lambda: Plan(4, (Branch((), ((0, 4),)), Branch((0,), ((1, 4),))), individual_noise=True),
+            "must be the only one",
+        ),
+        (
+            lambda: Plan(4, (Branch((), ((1, 4),)),), individual_noise=True),
+            "noise steps must rise from 0",
+        ),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)),), True, individual_noise=True), "finish_anchor needs"),
+        (lambda: Ode(5).plan(4, 0, 0), r"num_trained must be in 1\.\.4"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),)).levels(torch.ones(4)), "4 steps"),
     ],
 )
