@@ -136,14 +136,17 @@ def plan(
         ValueError: settings are invalid or contradict each other, or the table does not contain the GPU.
     """
     from g2rpo.costs.estimate import plan_here
+    from g2rpo.training.run_prompts import RunPrompts
 
+    settings = _settings(recipe, overrides)
     return plan_here(
-        _settings(recipe, overrides),
+        settings,
         num_processes=num_processes,
         gpu=gpu,
         memory_gb=memory_gb,
         measured=measured,
         seconds_per_forward=seconds_per_forward,
+        num_texts=len(RunPrompts.of(settings).texts),
     )
 
 

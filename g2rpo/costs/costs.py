@@ -99,6 +99,7 @@ def plan_costs(
     gpu: str | None = None,
     memory_bytes: int | None = None,
     num_prompts: int | None = None,
+    num_texts: int | None = None,
 ) -> Costs:
     """The cost of a run with these settings.
 
@@ -109,7 +110,8 @@ def plan_costs(
         gpu: name of the GPU, for the comparison with the released code.
         memory_bytes: memory of a device. If the run does not fit, notes say so and which settings would fit.
             Needed with rollout_batch="auto".
-        num_prompts: prompts in the source; bounds the size of the embedding cache.
+        num_prompts: prompts in the source; bounds the images of the comparison and the embedding cache.
+        num_texts: distinct texts that the run encodes; None = the trained prompts, at most num_prompts.
 
     Raises:
         ValueError: an unknown model, settings that do not fit the model, or groups that cannot be divided
@@ -139,6 +141,9 @@ def plan_costs(
     size, recomputed = settings.group_size, settings.gradient_checkpointing
     passes = [algorithm.forwards_per_row(plan, size, recomputed) for plan in plans]
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
+    if num_texts is None:
+        used = settings.iterations * settings.prompts_per_iteration
+        num_texts = used if num_prompts is None else min(used, num_prompts)
     eval_images = _evaluation_images(settings, num_prompts)
     eval_forwards = networks * eval_images * settings.eval_num_steps
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
@@ -176,7 +181,7 @@ def plan_costs(
         eval_forwards=eval_forwards,
         trained_params=trained,
         memory=memory,
-        disk=_disk(settings, shape, trained, num_prompts),
+        disk=_disk(settings, shape, trained, num_texts),
         flops=flops,
         seconds=seconds,
         run_seconds=run_seconds,
@@ -297,7 +302,7 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
 
 
-def _disk(settings: Settings, shape: ModelShape, trained: int, num_prompts: int | None) -> dict[str, int]:
+def _disk(settings: Settings, shape: ModelShape, trained: int, num_texts: int) -> dict[str, int]:
     master = 8 if settings.precision == "float64" else 4
     moments = 2 * master  # moments in 8 bits are counted in full, too
     checkpoint = trained * (master + moments + (master if settings.ema_decay else 0))
@@ -307,13 +312,11 @@ def _disk(settings: Settings, shape: ModelShape, trained: int, num_prompts: int 
     if settings.keep_every:
         kept += settings.iterations // settings.keep_every
     kept += settings.keep_best is not None
-    used = settings.iterations * settings.prompts_per_iteration
-    prompts = min(used, num_prompts) if num_prompts is not None else used
     row = shape.embedding_numbers * (2 if settings.precision == "bfloat16" else 4)
     return {
         "one checkpoint": checkpoint,
         f"checkpoints ({kept} kept, 1 being written)": (kept + 1) * checkpoint,
-        f"embeddings of {prompts:,} prompts": prompts * row,
+        f"embeddings of {num_texts:,} prompts": num_texts * row,
         "export": 4 * trained,
     }
 
