@@ -145,8 +145,8 @@ def test_evaluations_are_by_pointwise_rewards(run, tmp_path):
 def test_evaluations_by_a_judge_are_refused_before_anything_is_loaded(
     run, tmp_path, monkeypatch, changes, message
 ):
-    for part in ("load_rewards", "embed_missing", "load_policy"):
-        monkeypatch.setattr(f"g2rpo.training.trainer.{part}", lambda *a, **k: pytest.fail("loaded"))
+    for part in ("components.load_rewards", "trainer.embed_missing", "trainer.load_policy"):
+        monkeypatch.setattr(f"g2rpo.training.{part}", lambda *a, **k: pytest.fail("loaded"))
     options = {"eval_every": 1, "eval_prompts": "world:heldout", "eval_rewards": []} | changes
     with pytest.raises(ValueError, match=message):
         run("run", "EachAlone", **options)
