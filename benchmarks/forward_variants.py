@@ -31,8 +31,8 @@ from rollout_vs_released import matmul_ceiling, num_graphs, wait
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import load_policy
+from g2rpo.models.options import PolicyOptions, as_resolution
+from g2rpo.models.registry import load_policy, model_shape
 from g2rpo.runtime.processes import resolve_device
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -93,7 +93,10 @@ def main() -> None:
     given = parser.parse_args()
     device = resolve_device(given.device)
     ceiling = matmul_ceiling(device)
-    tflop = flux_shape(given.model, resolution=given.resolution).forward_flops / 1e12
+    tflop = (
+        model_shape(given.model, PolicyOptions(resolution=as_resolution(given.resolution))).forward_flops
+        / 1e12
+    )
     results: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from g2rpo.algorithms.g2rpo import g2rpo
 from g2rpo.flow.schedule import shifted_sigmas, tail
 from g2rpo.flow.sde import transition
-from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import load_policy
+from g2rpo.models.options import PolicyOptions, as_resolution
+from g2rpo.models.registry import load_policy, model_shape
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.score import score
@@ -68,7 +68,10 @@ def main() -> None:
         "gpus": world_size(),
         "torch": torch.__version__,
         "settings": vars(given) | {"out": str(given.out)},
-        "forward_tflop": flux_shape(given.model, resolution=given.resolution).forward_flops / 1e12,
+        "forward_tflop": model_shape(
+            given.model, PolicyOptions(resolution=as_resolution(given.resolution))
+        ).forward_flops
+        / 1e12,
         "ceiling_tflops": matmul_ceiling(device),
     }
     say(f"{results['gpus']} x {results['machine']}, bf16 matmul {results['ceiling_tflops']:.0f} TFLOP/s")

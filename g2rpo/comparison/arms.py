@@ -90,7 +90,7 @@ def read_arm(text: str) -> Arm:
     name, equals, recipe = (words[0] if words else "").partition("=")
     if not equals or not recipe or not NAME.fullmatch(name):
         raise ValueError(
-            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'dance=tiny algorithm=dance_grpo'; a "
+            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'calm=tiny eta=0.3'; a "
             "name has letters, digits, and . + - _ after the first"
         )
     return Arm(name, str(parse_value(recipe)), tuple(_bare(word) for word in words[1:]))

@@ -30,11 +30,11 @@ from g2rpo.costs.memory import (
     largest_rollout_batch,
     memory_of,
     run_plans,
+    shape_of_run,
     trained_params,
 )
 from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
 from g2rpo.models.family import ModelShape
-from g2rpo.models.flux.shape import flux_shape
 from g2rpo.rollouts.plan import Plan
 
 GB = 1e9
@@ -117,12 +117,7 @@ def plan_costs(
         )
     if seconds_per_forward is not None and not seconds_per_forward > 0:
         raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
-    shape = flux_shape(
-        settings.model,
-        resolution=settings.resolution,
-        max_sequence_length=settings.max_sequence_length,
-        lora_targets=settings.lora_targets,
-    )
+    shape = shape_of_run(settings)
     algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     plans = run_plans(settings, algorithm)
     trained = trained_params(settings, shape)

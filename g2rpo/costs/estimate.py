@@ -8,10 +8,9 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import Costs, plan_costs
-from g2rpo.costs.memory import agreed_rollout_batch
+from g2rpo.costs.memory import agreed_rollout_batch, shape_of_run
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
-from g2rpo.models.flux.shape import flux_shape
 from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.runtime.processes import resolve_device
@@ -52,9 +51,7 @@ def plan_here(
     if measured:
         speeds = _measured(settings)
     elif name is not None and seconds_per_forward is None:
-        shape = flux_shape(
-            settings.model, resolution=settings.resolution, max_sequence_length=settings.max_sequence_length
-        )
+        shape = shape_of_run(settings)
         speeds = tabulated_speeds(settings, shape, name)
     costs = plan_costs(
         settings,

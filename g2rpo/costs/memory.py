@@ -18,7 +18,7 @@ from g2rpo.algorithms.base import Algorithm
 from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.settings import Settings
 from g2rpo.models.family import ModelShape
-from g2rpo.models.flux.shape import flux_shape
+from g2rpo.models.registry import model_shape
 from g2rpo.rewards.model_reward import AUTO, scoring_dtype
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
@@ -208,12 +208,7 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
     """
     if settings.rollout_batch != "auto":
         return settings.rollout_batch
-    shape = flux_shape(
-        settings.model,
-        resolution=settings.resolution,
-        max_sequence_length=settings.max_sequence_length,
-        lora_targets=settings.lora_targets,
-    )
+    shape = shape_of_run(settings)
     plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
@@ -229,6 +224,11 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def shape_of_run(settings: Settings) -> ModelShape:
+    """The sizes of a run's model; raises ValueError as `model_shape`."""
+    return model_shape(settings.model, settings.policy_options(), family=settings.family)
 
 
 def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:

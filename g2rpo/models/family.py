@@ -28,7 +28,7 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model under given options, computed without weights.
+    """Sizes of a model under given options: closed formulas, without weights and without building a network.
 
     Attributes:
         height_px, width_px: size of the image, in pixels.

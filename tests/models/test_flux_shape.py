@@ -11,19 +11,22 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from g2rpo.models.flux.known import FLUX_1_DEV, RANDOM_TINY
 from g2rpo.models.flux.network import FLUX
-from g2rpo.models.flux.shape import flux_shape, linears, patch_side_px, shape_of
+from g2rpo.models.flux.shape import linears, patch_side_px, shape_of
 from g2rpo.models.loading.files import read_json
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.registry import model_shape
 from g2rpo.models.shapes import autoencoder_kl, clip_text_params, t5_encoder_params
 from g2rpo.models.tiny import tiny_folder
 from g2rpo.models.transformer.weights import lora_layers
 
-PARTS = tuple(FLUX_1_DEV)
-EMBEDDED = {part: read_json(tiny_folder()[0] / part / "config.json") for part in PARTS}
+EMBEDDED = {part: read_json(tiny_folder()[0] / part / "config.json") for part in FLUX_1_DEV}
 MODELS = {"FLUX.1-dev": FLUX_1_DEV, "random:tiny": RANDOM_TINY, "tiny": EMBEDDED}
 TRANSFORMER, VAE = RANDOM_TINY["transformer"], RANDOM_TINY["vae"]
 
 
-def assert_equal(configs, height_px: int, width_px: int, text_tokens: int, targets=None) -> None:
+def assert_equal(configs, rows: int, columns: int, text_tokens: int, targets=None) -> None:
+    patch = patch_side_px(configs["vae"])
+    height_px, width_px = patch * rows, patch * columns
     shape = shape_of(
         configs, height_px=height_px, width_px=width_px, text_tokens=text_tokens, lora_targets=targets
     )
@@ -34,9 +37,8 @@ def assert_equal(configs, height_px: int, width_px: int, text_tokens: int, targe
     assert shape.vae_params == params(vae)
     layers = lora_layers(FLUX, transformer, targets)
     assert shape.lora_params_per_rank == sum(layer.in_features + layer.out_features for layer in layers)
-    patch, config = patch_side_px(configs["vae"]), transformer.config
-    rows, columns = height_px // patch, width_px // patch
-    tokens = rows * columns
+    config, tokens = transformer.config, rows * columns
+    assert (shape.height_px, shape.width_px) == (height_px, width_px)
     assert shape.latent_shape == (tokens, config.in_channels) and shape.tokens == tokens + text_tokens
     assert shape.embedding_numbers == text_tokens * config.joint_attention_dim + config.pooled_projection_dim
     assert shape.num_blocks == len(transformer.transformer_blocks) + len(
@@ -58,15 +60,14 @@ def assert_equal(configs, height_px: int, width_px: int, text_tokens: int, targe
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (3, 5)])
 def test_models(name, rows, columns):
-    patch = patch_side_px(MODELS[name]["vae"])
-    assert_equal(MODELS[name], patch * rows, patch * columns, text_tokens=7)
+    assert_equal(MODELS[name], rows, columns, text_tokens=7)
 
 
 @pytest.mark.parametrize("targets", [["attn.to_q"], ["norm_out.linear", "ff.net.0.proj", "proj_out"]])
 def test_adapters_on_other_layers(targets):
-    assert_equal(RANDOM_TINY, 16, 16, 5, targets)
+    assert_equal(RANDOM_TINY, 4, 4, 5, targets)
     with pytest.raises(ValueError, match=r"no linear layer's name ends in 'to_x'.*attn\.to_q, "):
-        shape_of(RANDOM_TINY, height_px=16, width_px=16, text_tokens=5, lora_targets=["to_x"])
+        model_shape("random:tiny", PolicyOptions(lora_targets=("to_x",)))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_adapters_on_other_layers(targets):
     ],
 )
 def test_transformers(changes):
-    assert_equal({**RANDOM_TINY, "transformer": changed(TRANSFORMER, **changes)}, 12, 20, 6)
+    assert_equal({**RANDOM_TINY, "transformer": changed(TRANSFORMER, **changes)}, 3, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_t5(config):
 
 
 def test_the_whole_text_encoders():
-    shape = flux_shape("random:flux-dev")
+    shape = model_shape("random:flux-dev")
     clip = on_meta(lambda: CLIPTextModel(CLIPTextConfig(**FLUX_1_DEV["text_encoder"])))
     t5 = on_meta(lambda: T5EncoderModel(T5Config(**FLUX_1_DEV["text_encoder_2"])))
     assert shape.text_params == params(clip) + params(t5)

@@ -7,7 +7,6 @@ each per stream (image and text), single blocks one for both streams together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from g2rpo.models.family import ModelFiles, ModelShape
@@ -17,8 +16,7 @@ from g2rpo.models.flux.latents import checked_size
 from g2rpo.models.flux.layout import MLP_RATIO
 from g2rpo.models.flux.network import LORA_TARGETS
 from g2rpo.models.flux.text import checked_length
-from g2rpo.models.options import PolicyOptions, as_resolution
-from g2rpo.models.registry import model_shape
+from g2rpo.models.options import PolicyOptions
 from g2rpo.models.shapes import (
     Linear,
     Size,
@@ -158,29 +156,6 @@ def shape_of(
 def patch_side_px(vae: Mapping[str, Any]) -> int:
     """Returns the side of the square of pixels that a latent token stands for."""
     return 2 * 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
-
-
-def flux_shape(
-    name: str | Path,
-    *,
-    resolution: Any = None,
-    max_sequence_length: int | None = None,
-    lora_targets: Sequence[str] | None = None,
-) -> ModelShape:
-    """Returns the sizes of a model; only the configuration files of a hub model are downloaded.
-
-    Arguments are those of `PolicyOptions`.
-
-    Raises:
-        ValueError: there is no such model, it is not a FLUX, or it does not support the resolution or
-            max_sequence_length.
-    """
-    options = PolicyOptions(
-        resolution=as_resolution(resolution),
-        max_sequence_length=max_sequence_length,
-        lora_targets=None if lora_targets is None else tuple(lora_targets),
-    )
-    return model_shape(name, options)
 
 
 def shape_of_files(files: ModelFiles, options: PolicyOptions) -> ModelShape:
