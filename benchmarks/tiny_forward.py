@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.policy import Conditioning
+from g2rpo.models.policy import Conditioning, root_module
 from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 
@@ -88,7 +88,7 @@ def main() -> None:
             16,
         )
 
-    optimizer = torch.optim.AdamW(policy.module.parameters(), lr=0.0, fused=True)
+    optimizer = torch.optim.AdamW(root_module(policy).parameters(), lr=0.0, fused=True)
     batch, text = rows(4)
 
     def train() -> None:

@@ -60,7 +60,7 @@ class Settings(BaseModel):
     # The policy.
     model: Text = "tiny"
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
-    or `random:NAME` (a full-size model with random weights and without a download, for trials)."""
+    or `random:NAME` (a model of full size with random weights and without a download, for trials)."""
     family: Text | None = None
     """A model family of your own, as module:attribute, which is imported. None = found from the model."""
     weights: Text | None = None
