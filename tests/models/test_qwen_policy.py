@@ -196,8 +196,8 @@ def test_no_batch_size_and_no_text_length_compiles_anew(folder, lora_rank, monke
             torch.testing.assert_close(compiled.velocity(x, sigma, cond), eager.velocity(x, sigma, cond))
         seen.append(len(graphs))
         assert compiled.velocity(x, sigma, cond).requires_grad and len(graphs) == seen[-1]
-    # All blocks share a graph. The second size compiles a general one, for inputs that are views (of the
-    # first block) and others; so does the first mask; later sizes compile none.
+    # All blocks share a graph. The second size compiles a general one for inputs that are views (those of the
+    # first block) and one for others; so does the first mask; later sizes compile none.
     assert seen[0] == 1 and seen[1] <= 3 and seen[2] <= 5 and len(set(seen[2:])) == 1, seen
 
 
