@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.g2rpo import g2rpo
+from g2rpo.algorithms.g2rpo import G2RPO
 from g2rpo.data.prompts import read_prompts
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import load_policy
-from g2rpo.objectives.advantages import advantages_of
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.score import Rollout, score
@@ -51,8 +50,8 @@ def main() -> None:
     device = resolve_device(given.device)
     policy = load_policy("tiny", PolicyOptions(precision="bfloat16", tails_precision="float8"), device=device)
     rewards = load_rewards(list(REWARDS), device)
-    algorithm = g2rpo()
-    plan, sigmas = algorithm.plan.plan(16, 0, 0), shifted_sigmas(16, 3.0)
+    algorithm = G2RPO()
+    plan, sigmas = algorithm.plan(0, 0), shifted_sigmas(16, 3.0)
     prompts = read_prompts("world:train")[0][: given.prompts]
     runs: dict[str, list[tuple[Exploration, list[Rollout]]]] = {
         "bfloat16": [],
@@ -94,7 +93,7 @@ def main() -> None:
             )
             row[f"reward correlation, {reward}"] = correlation(a, b)
             weights = [float(n == r) for n in range(len(REWARDS))]
-            a, b = (torch.stack(advantages_of(groups, algorithm, weights)).cpu() for groups in (first, other))
+            a, b = (torch.stack(algorithm.advantages(groups, weights)).cpu() for groups in (first, other))
             row[f"advantage correlation, {reward}"] = correlation(a, b)
             clear = a.abs() > 1e-6
             row[f"advantage sign agreement, {reward}"] = float((a.sign() == b.sign())[clear].float().mean())

@@ -50,8 +50,7 @@ from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.policy import Conditioning, Policy, trained_parameters
 from g2rpo.models.registry import load_policy
-from g2rpo.objectives.advantages import advantages_of
-from g2rpo.objectives.batch import rows_of
+from g2rpo.objectives.base import Context
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Anchor, CountedPolicy, run_branches, walk_anchor
 from g2rpo.rollouts.plan import Plan
@@ -145,13 +144,16 @@ class Bench:
         for low in range(0, len(every), self.prompts):
             groups, mine = every[low : low + self.prompts], self.cond[taken[low : low + self.prompts]]
             for rows, weights in zip(found, WEIGHTS, strict=True):
-                given = rows_of(groups, arm.advantages(groups, weights))
+                objective, algorithm = arm.algorithm.objective(), arm.algorithm
+                context = Context(
+                    self.sigmas.to(self.policy.device), algorithm.diffusion, algorithm.eta, self.seed, 0
+                )
+                given = objective.rows(groups, arm.advantages(groups, weights), context)
                 update(
                     self.policy,
-                    arm.algorithm,
-                    given,
+                    objective,
+                    given.split(algorithm.update, arm.group_size),
                     mine,
-                    self.sigmas,
                     self.optimizer,
                     max_grad_norm=math.inf,
                     update_batch=self.batch,
@@ -210,7 +212,7 @@ def credited(bench: Bench, arm: Arm, draws: int, redraws: int) -> dict[str, Tens
             if arm.noise == "orthogonal":  # does not change the first member
                 noise = torch.stack([orthogonal(group) for group in noise.flatten(0, 1)]).view_as(noise)
             rollouts = bench.rollouts(arm.algorithm, plan, noise)
-        by_reward = [advantages_of(rollouts, arm.algorithm, weights) for weights in WEIGHTS]
+        by_reward = [arm.algorithm.advantages(rollouts, weights) for weights in WEIGHTS]
         advantages.append(torch.stack([torch.stack(groups)[:, k, 0] for groups in by_reward]).double().cpu())
     a = torch.stack(advantages, 1).unflatten(2, (draws, redraws, prompts))  # [R, K, D, M, P]
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.algorithms.g2rpo import g2rpo
+from g2rpo.algorithms.g2rpo import G2RPO
 from g2rpo.flow.schedule import shifted_sigmas, tail
 from g2rpo.flow.sde import transition
 from g2rpo.models.options import PolicyOptions, as_resolution
@@ -225,7 +225,7 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
         reward(decode(image), [""])
     wait(device)
     decoding = time.perf_counter() - began
-    plan = g2rpo(train_steps=given.train_steps).plan.plan(NUM_STEPS, 0, 0)
+    plan = G2RPO(train_steps=given.train_steps).plan(0, 0)
     every = NUM_STEPS + given.group_size * sum(
         1 + sum(len(positions) - 1 for positions in branch.tails) for branch in plan.branches
     )
@@ -334,7 +334,7 @@ def ours(
     loaded = time.perf_counter() - began
 
     def rollout(steps: Any) -> tuple[Exploration, dict[str, float]]:
-        plan = g2rpo(train_steps=steps).plan.plan(NUM_STEPS, 0, 0)
+        plan = G2RPO(train_steps=steps).plan(0, 0)
         timer = Timer(device)
         samples = explore(
             policy,

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.dance_grpo import dance_grpo
-from g2rpo.algorithms.g2rpo import g2rpo, g2rpo_single
-from g2rpo.algorithms.mix_grpo import mix_grpo
-from g2rpo.objectives.advantages import advantages_of
+from g2rpo.algorithms.dance_grpo import DanceGRPO
+from g2rpo.algorithms.g2rpo import G2RPO, G2RPOSingle
+from g2rpo.algorithms.mix_grpo import MixGRPO
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.score import Rollout
 
@@ -35,7 +34,7 @@ class Arm:
 
     @property
     def plan(self) -> Plan:
-        return self.algorithm.plan.plan(T, 0, 0)
+        return self.algorithm.plan(0, 0)
 
     @property
     def nfe(self) -> dict[str, int]:
@@ -44,7 +43,7 @@ class Arm:
     def advantages(self, groups: list[Rollout], weights: list[float]) -> list[Tensor]:
         """Computes the advantages [K, G] of each group."""
         if not self.fine:
-            return advantages_of(groups, self.algorithm, weights)
+            return self.algorithm.advantages(groups, weights)
         r = weights.index(1.0)
         return [controlled(group.rewards[r], self.fine).clamp(-5, 5) for group in groups]
 
@@ -79,17 +78,17 @@ def make_arms(reference_size: int) -> dict[str, Arm]:
     """Creates the arms; dance_grpo takes one optimizer step, to have one gradient."""
 
     def singular(*granularities: int, **other: Any) -> Arm:
-        return Arm(g2rpo(num_steps=T, train_steps=STEPS, granularities=granularities), **other)
+        return Arm(G2RPO(num_steps=T, train_steps=STEPS, granularities=granularities), **other)
 
-    plain = g2rpo_single(num_steps=T, train_steps=STEPS)
-    path = replace(dance_grpo(num_steps=T, train_fraction=1.0), update="once")
+    plain = G2RPOSingle(num_steps=T, train_steps=STEPS)
+    path = replace(DanceGRPO(num_steps=T, train_fraction=1.0), update="once")
     nfe = [arm.plan.nfe(12) for arm in (Arm(plain), singular(1, 2, 3))]
     equal = round(12 * (nfe[1]["total"] - nfe[1]["anchor"]) / (nfe[0]["total"] - nfe[0]["anchor"]))
     return {
         "path, dance 0.3": Arm(path),
         "path, flow 0.7": Arm(replace(path, diffusion="flow", eta=0.7)),
-        "window of 4, flow 0.7": Arm(mix_grpo(num_steps=T, window=STEPS, update="once")),
-        "window of 4, Flash 0.4": Arm(mix_grpo(num_steps=T, window=STEPS, update="once", flash=0.4)),
+        "window of 4, flow 0.7": Arm(MixGRPO(num_steps=T, window=STEPS, update="once")),
+        "window of 4, Flash 0.4": Arm(MixGRPO(num_steps=T, window=STEPS, update="once", flash=0.4)),
         PLAIN: Arm(plain),
         f"singular {{1}}, G = {equal}": Arm(plain, equal),
         "singular {1}, G = 4": Arm(plain, 4),

@@ -1,102 +1,111 @@
-"""A method as data: plan rule, step rule, advantage rule, loss and update rule.
+"""A method: plan rule, step rule, advantage rule and objective, with its options as data.
 
-Only the presets beside this file know methods by name; no other code depends on which method runs. The
-keyword arguments of a preset are its settings, and their defaults are those of its paper.
+Only the files beside this one know methods by name; no other code depends on which method runs. A method is a
+class whose fields are its options (options.py), with the defaults of its paper.
 
     g2rpo, g2rpo_single   arXiv:2510.01982      flow_grpo   arXiv:2505.05470
     dance_grpo            arXiv:2505.07818      mix_grpo    arXiv:2507.21802
+
+These files import torch in their methods only, because reading settings must not need it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from g2rpo.flow.sde import STEP_RULES
-from g2rpo.rollouts.plan import Plan
-from g2rpo.rollouts.rules import PlanRule
+from g2rpo.algorithms.options import Count, Positive, options
 
-UPDATES = ("once", "per_step")
-SPREADS = ("group", "batch")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from g2rpo.objectives.base import Objective
+    from g2rpo.rollouts.plan import Plan
+    from g2rpo.rollouts.score import Rollout
 
 
-@dataclass(frozen=True)
+@options
 class Algorithm:
-    """A method, as the trainer needs it.
+    """A method, as the trainer needs it. The fields of a subclass are the options that a recipe may set."""
 
-    Attributes:
-        plan: plan rule, which gives the plan of each iteration.
-        num_steps: T, the number of denoising steps of the training trajectories.
-        shift: shift of their sigmas.
-        diffusion: step rule, "flow", "dance" or "cps".
-        eta: noise strength of the step rule, > 0; without noise all images of a group are equal.
-        clip_range: the ratio is clipped to 1 +- clip_range, > 0.
-        advantage_clip: bound of the summed advantages, > 0; None = unbounded.
-        advantage_std: the spread by which rewards are divided, that of their "group" or of the "batch".
-        advantage_eps: added to that spread.
-        advantage_ddof: 1 = unbiased spread, 0 = biased.
-        normalize_weights: whether the weights of the rewards are divided by the sum of their absolute values.
-        kl_beta: weight of the KL to the reference, >= 0; 0 = no KL and no reference forward.
-        update: optimizer steps per iteration: "once" (all gradients together), "per_step" (one per noise
-            step), or their number >= 2, each over another part of every group's members.
-    """
-
-    plan: PlanRule
-    num_steps: int
-    shift: float
-    diffusion: str
-    eta: float
-    clip_range: float
-    advantage_clip: float | None
-    advantage_std: str
-    kl_beta: float
-    update: str | int
-    advantage_eps: float = 1e-8
-    advantage_ddof: int = 1
-    normalize_weights: bool = False
+    num_steps: Count = 16
+    """T: denoising steps of a training image. All costs except decoding grow with it."""
+    shift: Positive = 3.0
+    """Shift s of the sigmas, sigma = s t / (1 + (s - 1) t). 1 = even steps."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("diffusion", STEP_RULES), ("advantage_std", SPREADS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(allowed)}")
-        if self.update not in UPDATES and not (isinstance(self.update, int) and self.update > 1):
-            raise ValueError(
-                f"unknown update {self.update!r}: use {', '.join(UPDATES)}, or a number >= 2 of optimizer "
-                "steps"
-            )
-        if not self.eta > 0:
-            raise ValueError(
-                f"eta must be > 0 for training, got {self.eta}: without noise all images of a group are equal"
-            )
-        if not self.kl_beta >= 0:
-            raise ValueError(f"kl_beta must be >= 0, got {self.kl_beta}")
-        if self.diffusion == "cps" and self.eta > 1:
-            raise ValueError(
-                f"with diffusion='cps', eta is the share of fresh noise and must be at most 1, got {self.eta}"
-            )
-        if not self.clip_range > 0:
-            raise ValueError(f"clip_range must be > 0, got {self.clip_range}")
-        if self.advantage_clip is not None and not self.advantage_clip > 0:
-            raise ValueError(f"advantage_clip must be > 0, or None for no bound, got {self.advantage_clip}")
-        self.plan.plan(self.num_steps, 0, 0)  # raises ValueError if the rule does not fit num_steps
+        self.plan(0, 0)  # raises ValueError if the plan rule does not fit the options
+
+    def plan(self, seed: int, iteration: int, spread: Mapping[int, float] | None = None) -> Plan:
+        """Returns the plan of an iteration: the plan rule.
+
+        It depends on the arguments and the options only, so every process has the same plan.
+
+        Args:
+            spread: noise step -> running spread of its rewards (training/curriculum.py); None = not measured.
+
+        Raises:
+            ValueError: the rule does not fit the options.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no plan rule: write its method `plan`")
+
+    def advantages(self, rollouts: Sequence[Rollout], weights: Sequence[float]) -> list[Tensor]:
+        """Returns the advantages [K, G] of each group: the advantage rule.
+
+        By default rewards are standardised in each group and summed (objectives/advantages.py).
+
+        Args:
+            rollouts: the groups of all processes; without states, which stay on their process.
+            weights: weight of each reward, in the order of the rollouts' axis R.
+        """
+        from g2rpo.objectives.advantages import advantages_of
+
+        return advantages_of(rollouts, weights, clip=self.advantage_clip)
+
+    def objective(self) -> Objective:
+        """Returns the objective: the training rows and their loss."""
+        raise NotImplementedError(f"{type(self).__name__} has no objective: write its method `objective`")
+
+    @property
+    def diffusion(self) -> str:
+        """Step rule of the noise steps; not used by a plan without any."""
+        return "flow"
+
+    @property
+    def eta(self) -> float:
+        """Noise strength of the step rule; not used by a plan without noise steps."""
+        return 0.0
+
+    @property
+    def advantage_clip(self) -> float | None:
+        """Bound on the absolute value of the advantages; None = unbounded."""
+        return None
+
+    @property
+    def update(self) -> str | int:
+        """Optimizer steps per iteration: "once", "per_step", or their number >= 2."""
+        return "once"
 
     def chunks(self, group_size: int) -> int:
         """Returns the number of parts of a group, one optimizer step each; 1 unless `update` is a number."""
         return min(self.update, group_size) if isinstance(self.update, int) else 1
 
+    def optimizer_steps(self, plan: Plan, group_size: int) -> int:
+        """Returns the number of optimizer steps of an iteration."""
+        return len(plan.noise_steps) if self.update == "per_step" else self.chunks(group_size)
+
     def forwards_per_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
         """Returns the cost of one training row, in forwards; a backward counts as two forwards.
 
-        A KL adds one forward of the reference, several optimizer steps add one forward before the first, and
-        recomputed activations add one. A row that serves a whole group is evaluated once per chunk.
+        A row that serves a whole group is evaluated once per chunk.
 
         Args:
             plan: the plan of the iteration.
             group_size: G.
-            recomputed: whether activations are recomputed (gradient checkpointing).
+            recomputed: whether activations are recomputed (gradient checkpointing), which is a forward.
         """
-        chunks = self.chunks(group_size)
-        before_all = chunks > 1 or (self.update == "per_step" and len(plan.noise_steps) > 1)
-        return (3 + (self.kl_beta > 0) + before_all + recomputed) * (chunks if plan.shares_rows else 1)
+        forwards = self.objective().forwards_per_row(self.optimizer_steps(plan, group_size))
+        return forwards.total(recomputed) * (self.chunks(group_size) if plan.shares_rows else 1)
 
 
 def coarse_tails_warning(plan: Plan) -> str:
@@ -105,7 +114,7 @@ def coarse_tails_warning(plan: Plan) -> str:
     Tails are too coarse if even the finest one has fewer than three steps and at most half of the remaining
     ones. On the embedded model such runs collapsed unless lr was small or a KL was used (docs/choosing.md).
     """
-    for branch in plan.branches:
+    for branch in plan.branches if plan.noise_steps else ():
         remaining = plan.num_steps - branch.noise_steps[-1] - 1
         finest = max(len(positions) - 1 for positions in branch.tails)
         if finest < 3 and 2 * finest <= remaining:

@@ -2,83 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.rollouts.rules import Singular
+from g2rpo.algorithms.grpo import GRPO
+from g2rpo.algorithms.options import Ascending, Count, CountOrOff, options
+
+if TYPE_CHECKING:
+    from g2rpo.rollouts.plan import Plan
+    from g2rpo.rollouts.rules import Singular
+
+# The bases below hold the options of the plan, so that config.toml lists them before those of GRPO.
 
 
-def g2rpo(
-    *,
-    num_steps: int = 16,
-    shift: float = 3.0,
-    train_steps: int | Sequence[int] = 8,
-    steps_per_iteration: int | None = None,
-    step_draw: str = "even",
-    granularities: Sequence[int] = (1, 2, 3),
-    tail_rule: str = "released",
-    eta: float = 0.7,
-    diffusion: str = "flow",
-    clip_range: float = 1e-4,
-    advantage_clip: float | None = 5.0,
-    advantage_std: str = "group",
-    kl_beta: float = 0.0,
-    update: str | int = "once",
-) -> Algorithm:
-    """G2RPO (arXiv:2510.01982): one noise step at a time, evaluated at several granularities.
-
-    Args:
-        train_steps: the noise steps, as a list, or a number n for the first n steps.
-        steps_per_iteration: number of train_steps that an iteration explores; None = all.
-        step_draw: how they are sampled, see `Singular.draw`.
-        granularities: strides of the tails; the paper uses 1, 2 and 3, the released scripts 1 and 2.
-        tail_rule: "released" or "paper", see `schedule.tail`.
-
-    The other arguments are documented in `Algorithm`.
-    """
-    steps = range(train_steps) if isinstance(train_steps, int) else train_steps
-    return Algorithm(
-        plan=Singular(tuple(steps), tuple(granularities), tail_rule, steps_per_iteration, step_draw),
-        num_steps=num_steps,
-        shift=shift,
-        diffusion=diffusion,
-        eta=eta,
-        clip_range=clip_range,
-        advantage_clip=advantage_clip,
-        advantage_std=advantage_std,
-        kl_beta=kl_beta,
-        update=update,
-    )
+@options
+class _NoiseSteps(Algorithm):
+    train_steps: Count | Annotated[tuple[CountOrOff, ...], Ascending] = 8
+    """Noise steps that are explored and trained: the first n, or a list of indices in 0..num_steps - 2."""
+    steps_per_iteration: Count | None = None
+    """Number of train_steps that are explored per iteration, drawn anew each time. None = all. The cost falls
+    with it."""
+    step_draw: Literal["even", "spread"] = "even"
+    """Probabilities of that draw: even, or in proportion to the running spread of the rewards at a step
+    divided by the forwards that the step costs."""
 
 
-def g2rpo_single(
-    *,
-    num_steps: int = 16,
-    shift: float = 3.0,
-    train_steps: int | Sequence[int] = 8,
-    steps_per_iteration: int | None = None,
-    step_draw: str = "even",
-    eta: float = 0.7,
-    diffusion: str = "flow",
-    clip_range: float = 1e-4,
-    advantage_clip: float | None = 5.0,
-    advantage_std: str = "group",
-    kl_beta: float = 0.0,
-    update: str | int = "once",
-) -> Algorithm:
+@options
+class _Tails(_NoiseSteps):
+    granularities: Annotated[tuple[Count, ...], Ascending] = (1, 2, 3)
+    """Strides of the tails by which each explored state is scored: one image per noise step, member and
+    stride. The paper uses 1, 2 and 3, the released scripts 1 and 2."""
+    tail_rule: Literal["released", "paper"] = "released"
+    """End from which strides are counted: the noise end (released code) or the image end (the paper's
+    Eq. 10)."""
+
+
+@options
+class G2RPOSingle(GRPO, _NoiseSteps):
     """G2RPO with Lambda = {1}: one noise step at a time, every tail of stride 1 (both tail rules agree)."""
-    return g2rpo(
-        num_steps=num_steps,
-        shift=shift,
-        train_steps=train_steps,
-        steps_per_iteration=steps_per_iteration,
-        step_draw=step_draw,
-        granularities=(1,),
-        eta=eta,
-        diffusion=diffusion,
-        clip_range=clip_range,
-        advantage_clip=advantage_clip,
-        advantage_std=advantage_std,
-        kl_beta=kl_beta,
-        update=update,
-    )
+
+    def __post_init__(self) -> None:
+        steps = self.train_steps
+        last = steps - 1 if isinstance(steps, int) else max(steps)
+        if last > self.num_steps - 2:
+            shown = steps if isinstance(steps, int) else list(steps)
+            raise ValueError(
+                f"train_steps={shown} reaches noise step {last}, but with num_steps={self.num_steps} "
+                f"the last to explore is {self.num_steps - 2}: a denoising step must follow the noise"
+            )
+        super().__post_init__()
+
+    def plan_rule(self) -> Singular:
+        """Returns the rule that explores each of train_steps by itself."""
+        return self._singular((1,), "released")
+
+    def plan(self, seed: int, iteration: int, spread: Mapping[int, float] | None = None) -> Plan:
+        """Returns a plan for all of train_steps, or for those that this iteration draws."""
+        return self.plan_rule().with_spread(spread or {}).plan(self.num_steps, seed, iteration)
+
+    def _singular(self, granularities: tuple[int, ...], tail_rule: str) -> Singular:
+        from g2rpo.rollouts.rules import Singular
+
+        steps = self.train_steps
+        every = tuple(range(steps)) if isinstance(steps, int) else steps
+        return Singular(every, granularities, tail_rule, self.steps_per_iteration, self.step_draw)
+
+
+@options
+class G2RPO(G2RPOSingle, _Tails):
+    """G2RPO (arXiv:2510.01982): one noise step at a time, evaluated at several granularities."""
+
+    def plan_rule(self) -> Singular:
+        """Returns the rule that explores each of train_steps by itself, with a tail per granularity."""
+        return self._singular(self.granularities, self.tail_rule)

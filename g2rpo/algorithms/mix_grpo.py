@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-from g2rpo.algorithms.base import Algorithm
-from g2rpo.rollouts.rules import Window
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from g2rpo.algorithms.grpo import GRPO
+from g2rpo.algorithms.options import Count, CountOrOff, Fraction, options
+
+if TYPE_CHECKING:
+    from g2rpo.rollouts.rules import Window
 
 
-def mix_grpo(
-    *,
-    num_steps: int = 25,
-    shift: float = 3.0,
-    window: int = 4,
-    window_hold: int = 25,
-    window_stride: int = 1,
-    window_order: str = "progressive",
-    roll_back: bool = True,
-    flash: float | None = None,
-    eta: float = 0.7,
-    diffusion: str = "flow",
-    clip_range: float = 1e-4,
-    advantage_clip: float | None = 5.0,
-    advantage_std: str = "group",
-    kl_beta: float = 0.0,
-    update: str | int = 4,
-) -> Algorithm:
+@options(num_steps=25, update=4)
+class MixGRPO(GRPO):
     """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
 
     As in its released image script, each iteration takes four optimizer steps, over three of twelve members
     each, and the weights of the rewards are divided by their sum (here by that of their absolute values).
-
-    Args:
-        window, window_hold, window_stride, window_order, roll_back: see width, hold, stride, order and
-            roll_back of `Window`.
-        flash: 0.4 gives MixGRPO-Flash (a second-order tail on fewer points); Flash* is 0.2 with
-            window_stride 0; None = Euler on every step.
-
-    The other arguments are documented in `Algorithm`.
     """
-    return Algorithm(
-        plan=Window(window, window_hold, window_stride, window_order, roll_back, flash, shift),
-        num_steps=num_steps,
-        shift=shift,
-        diffusion=diffusion,
-        eta=eta,
-        clip_range=clip_range,
-        advantage_clip=advantage_clip,
-        advantage_std=advantage_std,
-        kl_beta=kl_beta,
-        update=update,
-        normalize_weights=True,
-    )
+
+    window: Count = 4
+    """Width of the window of noise steps that moves over the denoising steps."""
+    window_hold: Count = 25
+    """Number of iterations for which the window stays before it moves."""
+    window_stride: CountOrOff = 1
+    """Number of steps by which the window moves. 0 = it stays at the noise end."""
+    window_order: Literal["progressive", "decay", "random"] = "progressive"
+    """Movement of the window: at an even pace, faster and faster, or to a random position each iteration."""
+    roll_back: bool = True
+    """Whether the window returns to the start after the last step, or stays there."""
+    flash: Fraction | None = None
+    """Share of the steps after the window that a second-order solver keeps: 0.4 is MixGRPO-Flash, 0.2 with
+    window_stride 0 is Flash*. None = Euler on every step."""
+
+    normalize_weights: ClassVar[bool] = True
+
+    def plan_rule(self) -> Window:
+        """Returns the rule for noise inside a window that moves."""
+        from g2rpo.rollouts.rules import Window
+
+        return Window(
+            self.window,
+            self.window_hold,
+            self.window_stride,
+            self.window_order,
+            self.roll_back,
+            self.flash,
+            self.shift,
+        )

@@ -31,7 +31,7 @@ def fetch(
     from g2rpo.config.load import load_settings
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
-    sys.path.append(os.getcwd())  # so that my_family:FAMILY finds ./my_family.py
+    sys.path.append(os.getcwd())  # so that a reward or a family of one's own is found there
     from g2rpo.setup.fetch import fetch_needs, needs
 
     rewards = [*settings.rewards, *settings.eval_rewards]

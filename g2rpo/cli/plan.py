@@ -58,9 +58,10 @@ def plan(
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     if measure:
         quiet_other_packages()  # without --measure no model is loaded, and neither are these packages
-    sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
+    sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
+    from g2rpo.training.run_prompts import RunPrompts
 
     costs = plan_here(
         settings,
@@ -69,6 +70,7 @@ def plan(
         measured=measure,
         gpu=gpu,
         memory_gb=memory,
+        num_texts=len(RunPrompts.of(settings).texts),
     )
     print_table(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
     for note in costs.notes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from g2rpo.config.load import Settings, load_settings, read_settings
-from g2rpo.config.recipe import DEFAULT_RECIPE, parse_value
+from g2rpo.config.recipe import DEFAULT_RECIPE, parse_value, toml_value
 
 NAME = re.compile(r"\w[\w.+-]*")
 # Settings that `compare` itself decides: the seed, the folder, and that every run is trained to its end.
@@ -47,9 +48,26 @@ class Arm:
             ValueError: as `load_settings`; the message begins with the arm's name.
         """
         try:
-            return load_settings(self.recipe, self.words(seed, out))
+            settings = load_settings(self.recipe, self.words(seed, out))
+            settings.make_algorithm()  # a user's own: imported and validated before anything runs
+            return settings
         except ValueError as error:
             raise ValueError(f"arm {self.name}: {error}") from error
+
+
+def arm_of(name: str, recipe: str, overrides: Mapping[str, Any]) -> Arm:
+    """Returns an arm from values instead of text.
+
+    Args:
+        name: name of the arm.
+        recipe: name or path.
+        overrides: setting -> value; None is the setting's default.
+    """
+    words = []
+    for key, value in overrides.items():
+        text = str(value) if isinstance(value, Path) else value
+        words.append(f"{key}={'none' if text is None else toml_value(text)}")
+    return Arm(name, recipe, tuple(words))
 
 
 def _quoted(path: Path) -> str:

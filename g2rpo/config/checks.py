@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.data.prompts import check_source
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
-
-
-def check_noise_steps(settings: Settings) -> None:
-    """The noise steps must leave a denoising step after them."""
-    num_steps, train_steps = (settings.option(name) for name in ("num_steps", "train_steps"))
-    if not isinstance(num_steps, int) or train_steps is None:
-        return
-    last = train_steps - 1 if isinstance(train_steps, int) else max(train_steps)
-    if last > num_steps - 2:
-        raise ValueError(
-            f"train_steps={train_steps} reaches noise step {last}, but with num_steps={num_steps} "
-            f"the last to explore is {num_steps - 2}: a denoising step must follow the noise"
-        )
-
-
-def check_algorithm(settings: Settings) -> None:
-    """The algorithm must accept its options."""
-    make_algorithm(settings.algorithm, settings.algorithm_options())
 
 
 def check_rewards(settings: Settings) -> None:
@@ -50,6 +32,28 @@ def check_evaluation(settings: Settings) -> None:
         raise ValueError(f"keep_best={settings.keep_best!r} is not evaluated; take none or one of {rewards}")
     if not settings.eval_every:
         raise ValueError(f"keep_best={settings.keep_best!r} needs evaluations: set eval_every, or none")
+
+
+def check_groupwise(settings: Settings, groupwise: Collection[str]) -> None:
+    """Groupwise rewards train only: the images of an evaluation belong to no group.
+
+    Args:
+        groupwise: those rewards of the run that are groupwise; to know them, their modules are imported.
+
+    Raises:
+        ValueError: such a reward is in eval_rewards or keep_best, or no reward remains for the evaluations.
+    """
+    for key, names in (("eval_rewards", settings.eval_rewards), ("keep_best", [settings.keep_best])):
+        if wrong := [name for name in names if name in groupwise]:
+            raise ValueError(
+                f"{key}: {wrong[0]!r} is groupwise: it compares the images of one group of the rollout, and "
+                f"evaluation images belong to no group. Use it in rewards, and a pointwise reward in {key}"
+            )
+    if settings.eval_every and not {*settings.rewards, *settings.eval_rewards} - {*groupwise}:
+        raise ValueError(
+            f"eval_every={settings.eval_every} would evaluate nothing: all rewards are groupwise, and "
+            "evaluation images belong to no group; name a pointwise one in eval_rewards, or set eval_every=0"
+        )
 
 
 def check_adapters(settings: Settings) -> None:

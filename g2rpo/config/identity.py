@@ -55,6 +55,7 @@ MAY_CHANGE = (
 def identity(settings: Settings) -> dict[str, Any]:
     """Settings that must be equal for a run to be resumed, by name; without those in MAY_CHANGE."""
     values = settings.resolved().model_dump()
+    values |= values.pop("algorithm_options", {})  # of a user's class; a shipped one's are flat already
     kept = {key: value for key, value in values.items() if key not in MAY_CHANGE}
     kept["reward_options"] = reward_identities(settings, settings.rewards)
     return kept
@@ -87,7 +88,9 @@ def check_same_run(saved: Settings, given: Settings) -> None:
     """
     before, now = identity(saved), identity(given)
     differences = [
-        f"  {key}: {before[key]!r} there, {now[key]!r} given" for key in now if before[key] != now[key]
+        f"  {key}: {before.get(key)!r} there, {now.get(key)!r} given"
+        for key in before | now
+        if before.get(key) != now.get(key)
     ]
     if differences:
         raise ValueError(

@@ -6,12 +6,13 @@
 An unknown key, a value out of range or an option without effect raises ValueError, which says what to write.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError
 from g2rpo.config import checks
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
@@ -60,7 +61,7 @@ def load_settings(
     """
     text, name = recipe_text(recipe)
     given = _unalias(parse_overrides(overrides), "the overrides")
-    values = apply_overrides(_unalias(parse_recipe(text, name), name), given)
+    values = _options_once(apply_overrides(_unalias(parse_recipe(text, name), name), given), given)
     settings = _validated(values, name, given)
     if check_files:
         checks.check_files(settings)
@@ -86,6 +87,17 @@ def _unalias(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {ALIASES.get(key, key): value for key, value in values.items()}
 
 
+def _options_once(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, where an override of an option replaces it in either place: as a key or in the table."""
+    table = values.get("algorithm_options")
+    if not isinstance(table, Mapping):
+        return dict(values)
+    overridden = {key.partition(".")[2] for key in given if key.startswith("algorithm_options.")}
+    overridden |= set(given.get("algorithm_options") or ())
+    kept = {key: value for key, value in values.items() if key in given or key not in overridden}
+    return kept | {"algorithm_options": {key: v for key, v in table.items() if key not in given}}
+
+
 def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any]) -> Settings:
     given = {key.partition(".")[0] for key in overrides}
     try:
@@ -93,11 +105,9 @@ def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, A
         return Settings.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         lines: dict[str, str] = {}  # by key, because a value of a union type fails once per type
-        for problem in error.errors():
-            key = str(problem["loc"][0]) if problem["loc"] else ""
-            message = problem["msg"].removeprefix("Value error, ")
+        for key, kind, message in _problems(error):
             source = "override" if key in given else recipe
-            if problem["type"] == "extra_forbidden":
+            if kind == "extra_forbidden":
                 lines[key] = f"{source}: there is no setting {key!r}{_suggestion(key)}"
             elif key in lines:
                 lines[key] = f"{lines[key]}, or: {message}"
@@ -108,7 +118,19 @@ def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, A
         raise ValueError("\n".join(lines.values())) from error
 
 
+def _problems(error: ValidationError) -> Iterator[tuple[str, str, str]]:
+    """Key ("" for several settings together), kind and message of each problem."""
+    for problem in error.errors():
+        key = str(problem["loc"][0]) if problem["loc"] else ""
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, OptionError):
+            yield from ((option, "", message) for option, message in cause.problems)
+        else:
+            key = "" if key == "algorithm_options" and cause is not None else key
+            yield key, problem["type"], problem["msg"].removeprefix("Value error, ")
+
+
 def _suggestion(key: str) -> str:
     if key in NAMES_ELSEWHERE:
         return f"; here it is {NAMES_ELSEWHERE[key]!r}"
-    return did_you_mean(key, [*Settings.model_fields, *ALIASES])
+    return did_you_mean(key, [*Settings.model_fields, *PRESET_OPTIONS, *ALIASES])

@@ -1,15 +1,33 @@
-"""Settings: everything that determines a run, in one flat frozen model.
+"""Settings: everything that determines a run, in one frozen model that a recipe writes as flat keys.
 
-An option of the algorithm is None if the preset's default applies; an option that the preset does not have is
-an error. Mathematical functions never receive this model: the trainer passes plain arguments to them.
+A key that is no field belongs to the algorithm, which declares and validates its own options; an option that
+it does not have is an error. Mathematical functions never receive this model: the trainer passes plain
+arguments to them.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from g2rpo.algorithms.registry import algorithm_defaults
+from g2rpo.algorithms.options import Count, CountOrOff, NotNegative, Positive, Text
+from g2rpo.algorithms.registry import (
+    PRESET_OPTIONS,
+    algorithm_defaults,
+    complete_options,
+    is_custom,
+    make_algorithm,
+)
 from g2rpo.config import checks
 from g2rpo.config.recipe import to_toml
 from g2rpo.models.options import (
@@ -24,15 +42,12 @@ from g2rpo.models.options import (
 )
 from g2rpo.runtime.text import did_you_mean
 
-Count = Annotated[int, Field(ge=1)]
-CountOrOff = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
+if TYPE_CHECKING:
+    from g2rpo.algorithms.base import Algorithm
 
 
 class Settings(BaseModel):
-    """All settings of a run. Options of the algorithm are None if the preset's default applies."""
+    """All settings of a run."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -95,62 +110,12 @@ class Settings(BaseModel):
     sigma_rounding: SigmaRounding = "exact"
     """`released` gives the policy int(1000 sigma) / 1000, as the released code does."""
 
-    # The algorithm; None = the preset's default. An option that the preset does not have is an error.
+    # The algorithm. Its options are declared in algorithms/, one file per method.
     algorithm: Text = "g2rpo"
-    """Preset: g2rpo, g2rpo_single, flow_grpo, dance_grpo or mix_grpo."""
-    num_steps: Count | None = None
-    """T: denoising steps of a training image. All costs except decoding grow with it."""
-    shift: Positive | None = None
-    """Shift s of the sigmas, sigma = s t / (1 + (s - 1) t). 1 = even steps."""
-    train_steps: Count | list[CountOrOff] | None = None
-    """Noise steps that are explored and trained: the first n, or a list of indices in 0..num_steps - 2."""
-    steps_per_iteration: Count | None = None
-    """Number of train_steps that are explored per iteration, drawn anew each time. None = all. The cost falls
-    with it."""
-    step_draw: Literal["even", "spread"] | None = None
-    """Probabilities of that draw: even, or in proportion to the running spread of the rewards at a step
-    divided by the forwards that the step costs."""
-    granularities: list[Count] | None = None
-    """Strides of the tails by which each explored state is scored: one image per noise step, member and
-    stride."""
-    tail_rule: Literal["released", "paper"] | None = None
-    """End from which strides are counted: the noise end (released code) or the image end (the paper's
-    Eq. 10)."""
-    eta: NotNegative | None = None
-    """Strength of the noise in an SDE step, > 0, because nothing is explored without noise."""
-    diffusion: Literal["flow", "dance", "cps"] | None = None
-    """Step rule: flow, s(sigma) = eta sqrt(sigma / (1 - sigma)); dance, s = eta; or cps, the
-    coefficient-preserving step."""
-    clip_range: Positive | None = None
-    """Ratios are clipped to 1 +- clip_range. A value does not transfer between models, because
-    log-probabilities are means over latent dimensions."""
-    advantage_clip: Positive | None = None
-    """Bound on the absolute value of the summed advantages."""
-    advantage_std: Literal["group", "batch"] | None = None
-    """Standard deviation that scales an advantage: of the group, or of all rewards of the iteration."""
-    kl_beta: NotNegative | None = None
-    """Weight of the KL divergence to the base model. Above 0 each row of the update costs a second
-    forward."""
-    update: Literal["once", "per_step"] | Annotated[int, Field(ge=2)] | None = None
-    """'once', 'per_step', or the number of minibatches per group: one optimizer step per iteration, one per
-    noise step, or one per minibatch of members."""
-    train_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a path's noise steps that is trained, drawn anew for each member."""
-    window: Count | None = None
-    """Width of the window of noise steps that moves over the denoising steps. flow_grpo has none by
-    default."""
-    window_range: list[CountOrOff] | None = None
-    """[first, end] of the steps within which a random window lies. None = the first half of the steps."""
-    window_hold: Count | None = None
-    """Number of iterations for which the window stays before it moves."""
-    window_stride: CountOrOff | None = None
-    """Number of steps by which the window moves. 0 = it stays at the noise end."""
-    window_order: Literal["progressive", "decay", "random"] | None = None
-    """Movement of the window: at an even pace, faster and faster, or to a random position each iteration."""
-    roll_back: bool | None = None
-    """Whether the window returns to the start after the last step, or stays there."""
-    flash: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the steps after the window that a second-order solver keeps (MixGRPO-Flash: 0.4)."""
+    """Method: a name in `algorithms.registry.PRESETS`, or `module:attribute` for a class of your own."""
+    algorithm_options: dict[str, Any] = Field({}, validate_default=True)
+    """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml has those
+    of your own class in this table, because only the class knows which they are."""
 
     # Groups, prompts and rewards.
     group_size: Annotated[int, Field(ge=2)] = 12
@@ -254,12 +219,36 @@ class Settings(BaseModel):
     tensorboard: bool = True
     """Write TensorBoard event files in addition to metrics.jsonl."""
 
-    @field_validator("train_steps", "granularities")
+    @model_validator(mode="before")
     @classmethod
-    def _ascending(cls, value: Any) -> Any:
-        if isinstance(value, list) and (not value or value != sorted(set(value))):
-            raise ValueError(f"give a list of at least one entry, ascending and without repeats, not {value}")
-        return value
+    def _options_go_to_the_algorithm(cls, values: Any) -> Any:
+        """Moves flat options of the algorithm into `algorithm_options`; None means the default."""
+        if not isinstance(values, Mapping):
+            return values
+        table = values.get("algorithm_options", {})
+        if not isinstance(table, Mapping):
+            return values
+        custom = is_custom(str(values.get("algorithm", "")))
+        flat = {
+            name: value
+            for name, value in values.items()
+            if name not in cls.model_fields and (custom or name in PRESET_OPTIONS)
+        }
+        if twice := [name for name in flat if flat[name] is not None and name in table]:
+            raise ValueError(f"{twice[0]} is given as a key and in algorithm_options; give it once")
+        given = {name: value for name, value in {**table, **flat}.items() if value is not None}
+        kept = {key: value for key, value in values.items() if key not in flat}
+        return kept | {"algorithm_options": given} if given or table else kept
+
+    @field_validator("algorithm_options")
+    @classmethod
+    def _options_are_the_algorithms(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Validates the options of a shipped algorithm; a user's class validates its own where it is used."""
+        algorithm = info.data.get("algorithm", "")
+        if not algorithm or is_custom(algorithm):
+            return value
+        complete = complete_options(algorithm, value)
+        return {name: entry for name, entry in complete.items() if name in value}
 
     @field_validator("resolution", mode="before")
     @classmethod
@@ -296,8 +285,6 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Settings":
         for check in (
-            checks.check_noise_steps,
-            checks.check_algorithm,
             checks.check_rewards,
             checks.check_evaluation,
             checks.check_adapters,
@@ -314,50 +301,46 @@ class Settings(BaseModel):
         weights = () if self.weights is None else (Path(self.weights),)
         return PolicyOptions(**{**values, "weights": weights})
 
-    def algorithm_options(self) -> dict[str, Any]:
-        """The algorithm's options that are not None, as keyword arguments of its preset."""
-        return {name: getattr(self, name) for name in ALGORITHM_OPTIONS if getattr(self, name) is not None}
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The values by key: options of a shipped algorithm are flat, as in a recipe."""
+        values: dict[str, Any] = {}
+        for key, value in handler(self).items():
+            if key == "algorithm_options" and not is_custom(self.algorithm):
+                values |= dict.fromkeys(PRESET_OPTIONS) | value  # None: it does not have that option
+            else:
+                values[key] = value
+        return values
 
     def option(self, name: str) -> Any:
-        """The given value of an algorithm option, else the preset's default, else None."""
-        given = getattr(self, name)
-        return algorithm_defaults(self.algorithm).get(name) if given is None else given
+        """The given value of an algorithm option, else its default, else None; imports a user's class."""
+        if name in self.algorithm_options:
+            return self.algorithm_options[name]
+        return algorithm_defaults(self.algorithm).get(name)
 
-    def resolved(self) -> "Settings":
-        """A copy with the preset's defaults filled in, so that later versions' defaults do not matter."""
-        values = self.model_dump()
-        for name, default in algorithm_defaults(self.algorithm).items():
-            if name in ALGORITHM_OPTIONS and values[name] is None:
-                values[name] = list(default) if isinstance(default, tuple) else default
-        return Settings.model_validate(values)
+    def make_algorithm(self) -> "Algorithm":
+        """The algorithm with its options; imports and validates a user's class.
+
+        Raises:
+            ValueError: there is no such class, or it refuses the options.
+        """
+        return make_algorithm(self.algorithm, self.algorithm_options, type(self).model_fields)
+
+    def resolved(self, *, custom: bool = False) -> "Settings":
+        """A copy with the algorithm's defaults filled in, so that later versions' defaults do not matter.
+
+        Args:
+            custom: also those of a user's class, which is imported for it; otherwise its options stay as
+                they are.
+
+        Raises:
+            ValueError: as `make_algorithm`.
+        """
+        if is_custom(self.algorithm) and not custom:
+            return self
+        options = complete_options(self.algorithm, self.algorithm_options, type(self).model_fields)
+        return self.model_copy(update={"algorithm_options": options})
 
     def to_toml(self) -> str:
         """The resolved settings as a recipe."""
         return to_toml(self.resolved().model_dump())
-
-
-ALGORITHM_OPTIONS = (
-    "num_steps",
-    "shift",
-    "train_steps",
-    "steps_per_iteration",
-    "step_draw",
-    "granularities",
-    "tail_rule",
-    "eta",
-    "diffusion",
-    "clip_range",
-    "advantage_clip",
-    "advantage_std",
-    "kl_beta",
-    "update",
-    "train_fraction",
-    "window",
-    "window_hold",
-    "window_range",
-    "window_stride",
-    "window_order",
-    "roll_back",
-    "flash",
-)
-"""Fields that are keyword arguments of a preset."""

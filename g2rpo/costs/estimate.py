@@ -24,6 +24,7 @@ def plan_here(
     measured: bool = False,
     gpu: str | None = None,
     memory_gb: float | None = None,
+    num_texts: int | None = None,
 ) -> Costs:
     """The cost of a run, with times that are given, measured here, or from the table of measured GPUs.
 
@@ -33,6 +34,7 @@ def plan_here(
         measured: load the model and the rewards and time them on this machine.
         gpu: name of a GPU in the table; None = this machine's GPU, if it has one.
         memory_gb: memory of a device in GB; None = that of this machine's GPU.
+        num_texts: number of distinct texts that the run encodes (`RunPrompts.texts`); None = an upper bound.
 
     Raises:
         ValueError: a GPU that is not in the table, or an error of `plan_costs`.
@@ -61,6 +63,7 @@ def plan_here(
         gpu=name,
         memory_bytes=memory_bytes,
         num_prompts=len(read_prompts(settings.prompts)[0]),
+        num_texts=num_texts,
     )
     if name is not None and not costs.seconds:
         unknown = (

@@ -15,22 +15,13 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.settings import Settings
+from g2rpo.costs.rewards import offloaded_options, reward_bytes
 from g2rpo.models.family import ModelShape
 from g2rpo.models.registry import model_shape
-from g2rpo.rewards.model_reward import AUTO, scoring_dtype
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
 from g2rpo.runtime.processes import gathered, world_size
-
-REWARD_PARAMS = {
-    "hps": 986_109_441,
-    "clip": 986_109_441,
-    "pickscore": 986_109_441,
-    "imagereward": 446_666_465,
-}
-"""Parameters of the published reward models, by name; other rewards are not counted."""
 
 USABLE = 0.9
 """Share of a device's memory that `rollout_batch = "auto"` uses, because the allocator fragments memory."""
@@ -141,21 +132,6 @@ def memory_of(
     return Memory(always, phases, shape.text_params * compute)
 
 
-def reward_bytes(settings: Settings, offload: str = "none") -> int:
-    """Bytes of the reward models with this `offload` option.
-
-    Args:
-        offload: "none" = models that stay on the device, "cpu" = models that are on it only while they score.
-    """
-    total = 0
-    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
-        options = settings.reward_options.get(name, {})
-        if name in REWARD_PARAMS and options.get("offload", "none") == offload:
-            dtype = scoring_dtype(options.get("dtype", AUTO), settings.device)
-            total += REWARD_PARAMS[name] * dtype.itemsize
-    return total
-
-
 def row_bytes(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the activations of one sample in a rollout forward.
 
@@ -209,7 +185,7 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
     if settings.rollout_batch != "auto":
         return settings.rollout_batch
     shape = shape_of_run(settings)
-    plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
+    plans = run_plans(settings, settings.make_algorithm())
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
     batch = min(gathered(largest_rollout_batch(settings, shape, plans, world_size(), trained, usable)))
@@ -233,10 +209,7 @@ def shape_of_run(settings: Settings) -> ModelShape:
 
 def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
     """The plan of every iteration; they differ, for example, if a window moves."""
-    return [
-        algorithm.plan.plan(algorithm.num_steps, settings.seed, train_step)
-        for train_step in range(settings.iterations)
-    ]
+    return [algorithm.plan(settings.seed, train_step) for train_step in range(settings.iterations)]
 
 
 def trained_params(settings: Settings, shape: ModelShape) -> int:
@@ -286,11 +259,7 @@ def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
         {**batches, **checkpointing, **lora, "lora_rank": min(settings.lora_rank or 64, 16)},
         {**batches, **checkpointing, **lora, "base_dtype": "float8"},
     ]
-    if not reward_bytes(settings):
+    if not (offloaded := offloaded_options(settings)):
         return changes
-    offloaded = dict(settings.reward_options)
-    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
-        if name in REWARD_PARAMS:
-            offloaded[name] = {**offloaded.get(name, {}), "offload": "cpu"}
     offload = {"reward_options": offloaded}
     return [offload, *(option for change in changes for option in (change, {**change, **offload}))]

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from g2rpo.flow.schedule import Shift
 from g2rpo.inference.images import save_png
 from g2rpo.inference.names import labels_of, model_state, own_conditions
 from g2rpo.inference.sample import SampleRequest, Segment, sample_images, sample_segments
@@ -68,7 +69,7 @@ class Lineup:
         for model in [*models, *([] if request.then is None else [request.then])]:
             request.check(model)
         self.conditions: dict[str, Any] | None = None
-        self.shift: float | None = request.shift
+        self.shift: Shift | None = request.shift
         self.described: dict[str, str] = {}
         self._file = out / f"{kind}.json"
         more = {**(more or {}), **({} if request.then is None else {"then_state": model_state(request.then)})}

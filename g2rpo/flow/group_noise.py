@@ -1,4 +1,4 @@
-"""Noise of a group's members at one noise step, independent or coupled to reduce variance.
+"""Noise of a group's members at one noise step or at the start, independent or coupled to reduce variance.
 
 A group is an evolution-strategies estimate around one state: its gradient is a sum of advantages times noise.
 The variance of that estimate can be reduced without additional forwards by coupling the members' noise. Each
@@ -12,7 +12,7 @@ member's noise stays standard normal on its own; only the dependence between mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,12 +40,17 @@ def group_noise(
     Raises:
         ValueError: the kind is unknown, or there are more orthogonal members than a state has dimensions.
     """
+    return _coupled(kind, group_size, lambda member: keyed_noise(shape, *key, "step", step, member))
+
+
+def start_noise(kind: str, shape: Sequence[int], group_size: int, key: tuple[int, int, int]) -> Tensor:
+    """Returns the initial noise of a group's members, each its own; arguments and errors as `group_noise`."""
+    return _coupled(kind, group_size, lambda member: keyed_noise(shape, *key, "start", member))
+
+
+def _coupled(kind: str, group_size: int, member_noise: Callable[[int], Tensor]) -> Tensor:
     if kind not in GROUP_NOISES:
         raise ValueError(f"unknown noise {kind!r}: use one of {', '.join(GROUP_NOISES)}")
-
-    def member_noise(member: int) -> Tensor:
-        return keyed_noise(shape, *key, "step", step, member)
-
     if kind == "antithetic":
         return torch.stack([-member_noise(m - 1) if m % 2 else member_noise(m) for m in range(group_size)])
     noise = torch.stack([member_noise(m) for m in range(group_size)])

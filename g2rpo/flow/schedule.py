@@ -13,28 +13,46 @@ replaces the sigmas after its window by fewer points, evenly spaced in the remai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+Shift = float | Sequence[float]
+"""A shift, or a shift and a terminal sigma, to which the shifted sigmas are stretched."""
 
-def shifted_sigmas(num_steps: int, shift: float = 3.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
+
+def shifted_sigmas(num_steps: int, shift: Shift = 3.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the sigmas of a trajectory.
 
     sigma = shift t / (1 + (shift - 1) t)
 
+    With a terminal sigma, all but the last are then stretched,
+
+        1 - (1 - sigma) (1 - terminal) / (1 - sigma[T-1]),
+
+    so that the last one before 0 is `terminal` (`shift_terminal` of diffusers' schedulers).
+
     Args:
         num_steps: number of denoising steps, T >= 1.
-        shift: > 0; 1 spaces the sigmas evenly, a larger shift puts more steps near the noise.
+        shift: > 0; 1 spaces the sigmas evenly, a larger shift puts more steps near the noise. Or the two
+            numbers (shift, terminal), with terminal in (0, 1); it has no effect on a single step.
         dtype: dtype of the computation and of the result.
 
     Returns:
         [T + 1], strictly decreasing from exactly 1 to exactly 0.
 
     Raises:
-        ValueError: num_steps < 1 or shift <= 0.
+        ValueError: num_steps < 1, shift <= 0, or terminal outside (0, 1).
     """
+    if not isinstance(shift, float | int):
+        shift, terminal = shift
+        if not 0 < terminal < 1:
+            raise ValueError(f"need a terminal sigma between 0 and 1, got {terminal}")
+        sigmas = shifted_sigmas(num_steps, shift, dtype=dtype)
+        if num_steps > 1:
+            sigmas[1:-1] = 1 - (1 - sigmas[1:-1]) * ((1 - terminal) / (1 - sigmas[-2]))
+        return sigmas
     if num_steps < 1 or not shift > 0:
         raise ValueError(f"need num_steps >= 1 and shift > 0, got {num_steps=}, {shift=}")
     # Computed in `dtype`: int(1000 sigma) of the released code depends on the last float32 bit.

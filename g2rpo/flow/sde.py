@@ -150,10 +150,44 @@ def transition(
     Returns:
         As `sde_step`.
     """
-    sigma, sigma_next = sigmas[step], sigmas[step + 1]
+    strength = coefficient(rule, sigmas, step, eta)
+    return noise_step(rule, x, velocity, sigmas[step], sigmas[step + 1], strength, eta)
+
+
+def coefficient(rule: str, sigmas: Tensor, step: int | Tensor, eta: float) -> Tensor:
+    """Returns what `noise_step` needs of the sigmas besides the two levels of a step.
+
+    Args:
+        rule, sigmas, step, eta: as in `transition`.
+
+    Returns:
+        The diffusion coefficient, see `diffusion`; for cps eta itself.
+    """
+    if rule == "cps":
+        return torch.full_like(sigmas[step], eta)
+    return diffusion(rule, sigmas, step, eta)
+
+
+def noise_step(
+    rule: str,
+    x: Tensor,
+    velocity: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    coefficient: Tensor,
+    eta: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the mean and the standard deviation of a noise step from sigma down to sigma_next.
+
+    Args:
+        rule: one of STEP_RULES.
+        x, velocity, sigma, sigma_next: as in `sde_step`.
+        coefficient: of the step, from the function of that name, with the shape of sigma.
+        eta: strength of the rule.
+    """
     if rule == "cps":
         return cps_step(x, velocity, sigma, sigma_next, eta)
-    return sde_step(x, velocity, sigma, sigma_next, diffusion(rule, sigmas, step, eta))
+    return sde_step(x, velocity, sigma, sigma_next, coefficient)
 
 
 def transition_log_prob(rule: str, sample: Tensor, mean: Tensor, std: Tensor | float) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from g2rpo.data.prompts import Prompt
 from g2rpo.data.stream import prompts_hash
-from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.flow.schedule import Shift, shifted_sigmas
 from g2rpo.inference.images import comparison, grid, save_png
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
@@ -48,7 +48,7 @@ def sample_images(
     prompts: Sequence[str],
     *,
     num_steps: int,
-    shift: float = 3.0,
+    shift: Shift = 3.0,
     seeds: Sequence[int],
     batch: int = 16,
     cond: Conditioning | None = None,
@@ -94,7 +94,7 @@ def sample_segments(
     segments: Sequence[Segment],
     prompts: Sequence[str],
     *,
-    shift: float = 3.0,
+    shift: Shift = 3.0,
     seeds: Sequence[int],
     batch: int = 16,
 ) -> Tensor:
@@ -189,7 +189,7 @@ class SampleRequest:
     steps: tuple[int, ...] = (16,)
     num_images: int = 1
     seed: int = 0
-    shift: float | None = 3.0
+    shift: Shift | None = 3.0
     conditions: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
     device: str = "auto"
@@ -254,12 +254,13 @@ class SampleRequest:
 
     def identity(self) -> dict[str, Any]:
         """What an image depends on besides its model and number of steps, as JSON values."""
+        shift = float(self.shift) if isinstance(self.shift, float | int) else self.shift
         return {
             "prompts": len(self.prompts),
             "prompts_hash": prompts_hash(self.prompts),
             "num_images": self.num_images,
             "seed": self.seed,
-            "shift": "pipeline" if self.shift is None else float(self.shift),
+            "shift": "pipeline" if shift is None else shift,
             "base": self.base,
             **({} if self.family is None else {"family": self.family}),
             **({} if self.then is None else {"then": self.then, "first_share": self.first_share}),
@@ -299,6 +300,30 @@ class SampleRequest:
         if self.shift is None:
             raise ValueError("shift=None: take it from a model (Policy.pipeline_shift) before sampling")
         return sample_segments(segments, self.texts, shift=self.shift, seeds=self.seeds, batch=self.batch)
+
+
+def sample_model(model: str, request: SampleRequest, out: str | Path | None = None) -> Tensor:
+    """Opens a model and samples what is requested.
+
+    Args:
+        model: as in `open_policy`.
+        request: prompts, seeds and conditions, with one number of steps.
+        out: folder to which the images are written as by `write_samples`; None: they are not written.
+
+    Returns:
+        [prompts * num_images, 3, H, W] in [0, 1], float32, on the CPU.
+
+    Raises:
+        ValueError: as `open_policy`, or several numbers of steps.
+    """
+    num_steps = request.num_steps
+    policy = request.open(model)
+    if request.shift is None:
+        request = replace(request, shift=policy.pipeline_shift())
+    images = request.images_by([Segment(lambda: policy, num_steps)])
+    if out is not None:
+        write_samples(out, images, request, {"model": model, **policy.conditions})
+    return images
 
 
 def sample_to_folder(

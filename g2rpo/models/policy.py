@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from g2rpo.flow.schedule import Shift
 from g2rpo.runtime.processes import copied_to
 from g2rpo.runtime.sharding import resident
 
@@ -208,8 +209,10 @@ class Policy(Protocol):
         """Sets the embedding of `negative_prompt`, one row, so that no encoder is loaded for it."""
         raise ValueError(f"{type(self).__name__} has no classifier-free guidance; set true_cfg=1")
 
-    def pipeline_shift(self) -> float:
+    def pipeline_shift(self) -> Shift:
         """Returns the shift of the sigmas that the model's stock pipeline applies to images of this size.
+
+        It is an argument of `flow.schedule.shifted_sigmas`.
 
         Raises:
             ValueError: the model states no such shift.

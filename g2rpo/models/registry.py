@@ -14,7 +14,7 @@ from g2rpo.models.loading.files import config_folder, local_folder, read_json
 from g2rpo.models.loading.precision import set_precision
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.tiny import is_tiny, tiny_folder
-from g2rpo.runtime.imports import import_attribute
+from g2rpo.runtime.imports import check_not_injected, import_attribute
 from g2rpo.runtime.processes import resolve_device
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from g2rpo.models.policy import Policy
 
-FAMILIES = {"flux": "g2rpo.models.flux.family:FAMILY"}
+FAMILIES = {
+    "flux": "g2rpo.models.flux.family:FAMILY",
+    "qwen_image": "g2rpo.models.qwen_image.family:FAMILY",
+}
 """Name of each family -> "module:attribute" of its `ModelFamily`, imported when a model is looked up."""
 
 RANDOM_PREFIX = "random:"
@@ -75,6 +78,7 @@ def find_model(name: str | Path, family: str | None = None) -> tuple[ModelFamily
         ValueError: there is no such model, or no family for it.
     """
     text = str(name)
+    check_not_injected(text, "the policy", "policy")
     if (found := _built_in(text, family, with_known=True)) is not None:
         return found[0], ModelFiles(text, configs=found[1])
     if is_tiny(text):

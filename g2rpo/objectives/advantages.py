@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,25 +26,6 @@ from g2rpo.rollouts.score import Rollout
 
 ROUNDING_UNITS = 8
 """A spread within so many float32 rounding units counts as 0: rewards are computed in float32 at best."""
-
-
-class AdvantageRule(Protocol):
-    """How a method computes advantages from rewards; algorithms/base.py documents each field."""
-
-    @property
-    def advantage_clip(self) -> float | None: ...
-
-    @property
-    def advantage_std(self) -> str: ...
-
-    @property
-    def advantage_eps(self) -> float: ...
-
-    @property
-    def advantage_ddof(self) -> int: ...
-
-    @property
-    def normalize_weights(self) -> bool: ...
 
 
 def group_advantages(
@@ -144,36 +124,39 @@ def _is_flat(r: Tensor, usable: Tensor) -> Tensor:
     return ~(highest - lowest > ROUNDING_UNITS * torch.finfo(torch.float32).eps * size)
 
 
-def advantages_of(rollouts: Sequence[Rollout], rule: AdvantageRule, weights: Sequence[float]) -> list[Tensor]:
-    """Returns the advantages [K, G] of each group by the method's rule.
-
-    Rewards of a path (K = 1) apply to all K noise steps of its rollout.
+def advantages_of(
+    rollouts: Sequence[Rollout],
+    weights: Sequence[float],
+    *,
+    clip: float | None = 5.0,
+    std: str = "group",
+    eps: float = 1e-8,
+    ddof: int = 1,
+    normalize_weights: bool = False,
+) -> list[Tensor]:
+    """Returns the advantages [K, G] of each group; rewards of a path apply to all its K noise steps.
 
     Args:
         rollouts: the groups of all processes.
-        rule: the method's advantage settings.
         weights: weight of each reward, in the order of the axis R.
+        clip, eps, ddof: as in `group_advantages`.
+        std: the spread by which rewards are divided, that of their "group" or of the "batch".
+        normalize_weights: whether the weights are divided by the sum of their absolute values.
     """
     weight = torch.tensor(weights, dtype=torch.float32, device=rollouts[0].rewards.device)
-    if rule.normalize_weights:
+    if normalize_weights:
         weight = weight / weight.abs().sum()  # by absolute value: a negative weight stays negative
     # The image of a path scores all its steps, so an invalid step invalidates the member everywhere.
     valid = [r.valid if r.rewards.shape[1] > 1 else r.valid.all(0, keepdim=True) for r in rollouts]
     spread = None
-    if rule.advantage_std == "batch":
+    if std == "batch":
         valid_rewards = [
             r.rewards.where(v[None, :, None], math.nan) for r, v in zip(rollouts, valid, strict=True)
         ]
-        spread = pooled_std(torch.stack(valid_rewards, 1), ddof=rule.advantage_ddof)
+        spread = pooled_std(torch.stack(valid_rewards, 1), ddof=ddof)
     return [
-        group_advantages(
-            r.rewards,
-            weight,
-            rule.advantage_clip,
-            valid=v,
-            eps=rule.advantage_eps,
-            ddof=rule.advantage_ddof,
-            std=spread,
-        ).expand(len(r.step), -1)
+        group_advantages(r.rewards, weight, clip, valid=v, eps=eps, ddof=ddof, std=spread).expand(
+            len(r.valid), -1
+        )
         for r, v in zip(rollouts, valid, strict=True)
     ]

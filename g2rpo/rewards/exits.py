@@ -17,7 +17,7 @@ from g2rpo.runtime.processes import StopTogether
 PARSERS = ("argparse", "optparse", "getopt", "click", "typer", "docopt", "fire", "absl")
 """Packages that parse `sys.argv` and end the program if they do not recognise it."""
 
-OWN_MODULES = (__name__, "g2rpo.rewards.registry", "g2rpo.rewards.checked")
+OWN_MODULES = (__name__, "g2rpo.rewards.registry", "g2rpo.rewards.checked", "g2rpo.runtime.imports")
 """Modules of this package whose frames precede those of a reward in a traceback."""
 
 MAX_CODE_LENGTH = 200

@@ -1,7 +1,7 @@
 """Exploration: executes a plan with the policy, from the initial noise to every final latent.
 
-    start           one initial noise per prompt, shared by its group
-    anchor          the ODE from the start: states x_k and velocities, computed once per prompt
+    start           one initial noise per prompt, shared by its group, or one per member
+    anchor          the ODE from the start: states x_k and velocities, computed once per prompt (or member)
     run_branches    from each branch's anchor state: the noise step (no forward, because its velocity is the
                     anchor's), then waves of forwards up to the images; each shared state is evaluated once
                     (see tree.py)
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.flow.group_noise import group_noise
+from g2rpo.flow.group_noise import group_noise, start_noise
 from g2rpo.flow.sde import transition, transition_log_prob
 from g2rpo.flow.solvers import dpm2m_step
 from g2rpo.models.policy import Conditioning, Policy
@@ -44,6 +44,7 @@ class Exploration:
         plan: the plan that was executed.
         keys: (seed, iteration, prompt_index) of each prompt.
         x: [K, P, G or 1, L, C], the state before each noise step; size 1 if it is the shared anchor state.
+            K is 0 for a plan without noise steps.
         x_next: [K, P, G, L, C], the state after the noise step.
         velocity: [K, P, 1, L, C], the anchor's velocity at x, or None if x is not an anchor state.
         log_prob: [K, P, G], log-probability of the noise step under the policy's velocity.
@@ -67,10 +68,11 @@ class Exploration:
 
 @dataclass(frozen=True)
 class Anchor:
-    """The ODE path that all members of a group share.
+    """The ODE path that all members of a group share, or one per member with individual noise.
 
     Attributes:
-        states, velocities: position -> [P, L, C], float32, at the positions where a branch starts.
+        states, velocities: position -> [P, L, C], or [P * G, L, C] with individual noise; float32, at the
+            positions where a branch starts.
         latents: [P, L, C], its clean latents, or None if it was not continued to the end.
     """
 
@@ -169,7 +171,8 @@ def explore(
         diffusion, eta: step rule of the noise steps and its strength, see `sde.transition`.
         seed, iteration, prompt_indices: keys of the noise; a prompt index is the position in the stream.
         rollout_batch: maximum number of samples per forward.
-        noise: dependence between the noise of a group's members, see `group_noise.group_noise`.
+        noise: dependence between the noise of a group's members, at noise steps and at the start if that is
+            individual, see `group_noise.group_noise`.
         timer: receives the laps "anchor" and "tails" (which includes the later noise steps of a path).
         tails: context manager for the forwards whose results only a reward sees, `Policy.tails`.
 
@@ -184,15 +187,16 @@ def explore(
     levels = plan.levels(sigmas.detach().to("cpu", torch.float32))
     forwards = CountedPolicy(policy, cond, rollout_batch)
     keys = tuple((seed, iteration, prompt) for prompt in prompt_indices)
-    start = torch.stack([keyed_noise(policy.latent_shape, *key, "start") for key in keys])
-    member_noise = torch.stack(
-        [
-            group_noise(noise, policy.latent_shape, group_size, key, step)
-            for step in plan.noise_steps
-            for key in keys
-        ]
-    ).unflatten(0, (len(plan.noise_steps), len(keys)))
-    anchor = walk_anchor(forwards, plan, levels, copied_to(policy.device, start))
+    shape, rows = policy.latent_shape, torch.arange(len(keys))
+    if plan.individual_noise:
+        start = torch.cat([start_noise(noise, shape, group_size, key) for key in keys])
+        rows = rows.repeat_interleave(group_size)
+    else:
+        start = torch.stack([keyed_noise(shape, *key, "start") for key in keys])
+    drawn = [group_noise(noise, shape, group_size, key, step) for step in plan.noise_steps for key in keys]
+    all_noise = torch.stack(drawn) if drawn else start.new_empty(0, group_size, *shape)
+    member_noise = all_noise.unflatten(0, (len(plan.noise_steps), len(keys)))
+    anchor = walk_anchor(forwards, plan, levels, copied_to(policy.device, start), rows)
     if timer is not None:
         timer.lap("anchor")
     member_noise = copied_to(policy.device, member_noise)
@@ -214,22 +218,28 @@ def explore(
 
 
 @torch.no_grad()
-def walk_anchor(forwards: CountedPolicy, plan: Plan, levels: Tensor, start: Tensor) -> Anchor:
-    """Integrates the shared ODE from the initial noise [P, L, C], as far as the plan needs it.
+def walk_anchor(
+    forwards: CountedPolicy, plan: Plan, levels: Tensor, start: Tensor, rows: Tensor | None = None
+) -> Anchor:
+    """Integrates the ODE from the initial noise, as far as the plan needs it.
+
+    Without noise steps this is the first evaluation of the tails.
 
     Args:
         forwards: the policy, counted.
         plan: says at which positions branches start and where the anchor ends.
         levels: noise level of each position, on the CPU.
-        start: [P, L, C], float32.
+        start: initial noise [P, L, C], or [P * G, L, C] with individual noise, float32.
+        rows: row of the conditioning of each state, on the CPU; None = 0, 1, 2, ...
     """
-    starts = {branch.noise_steps[0] for branch in plan.branches}
-    rows = torch.arange(len(start))
+    starts = {branch.start for branch in plan.branches}
+    part = "anchor" if plan.noise_steps else "tails"
+    rows = torch.arange(len(start)) if rows is None else rows
     sigma = copied_to(start.device, levels[:, None].repeat(1, len(start)))
     states, velocities = {}, {}
     x = start
-    for position in range(plan.anchor_evaluations):
-        (velocity,) = forwards([x], sigma[position], rows, ("anchor",), levels[position : position + 1])
+    for position in range(max(plan.anchor_evaluations, 1)):
+        (velocity,) = forwards([x], sigma[position], rows, (part,), levels[position : position + 1])
         if position in starts:
             states[position], velocities[position] = x, velocity
         x = x + velocity * (levels[position + 1] - levels[position])
@@ -274,14 +284,15 @@ def run_branches(
     images: list[Tensor | None] = [None] * tree.num_images
 
     starts = tree.waves[0].positions
-    nodes = [anchor.states[position].repeat_interleave(group_size, 0) for position in starts]
+    copies = 1 if plan.individual_noise else group_size
+    nodes = [anchor.states[position].repeat_interleave(copies, 0) for position in starts]
     # dpm2m uses the previous image prediction, including the one at the noise step
     history: list[tuple[Tensor, int] | None] = [None] * len(nodes)
     for number, (wave, sigma) in enumerate(zip(tree.waves, wave_sigmas, strict=True)):
         if number == tree.first_tail_wave:
             before_tails()
         if wave is tree.waves[0]:
-            velocities = [anchor.velocities[position].repeat_interleave(group_size, 0) for position in starts]
+            velocities = [anchor.velocities[position].repeat_interleave(copies, 0) for position in starts]
         else:
             rows = prompt_rows.repeat(len(nodes))
             velocities = forwards(nodes, sigma, rows, wave.parts, levels[list(wave.positions)])
@@ -308,7 +319,9 @@ def run_branches(
                 images[edge.image] = x_next
         nodes, history = next_nodes, next_history
 
-    def stacked(rows: list[Tensor | None]) -> Tensor:
+    def stacked(rows: list[Tensor | None], shape: tuple[int, ...] = noise.shape[3:]) -> Tensor:
+        if not rows:
+            return noise.new_empty(0, num_prompts, group_size, *shape)
         return torch.stack([row for row in rows if row is not None]).unflatten(1, (num_prompts, group_size))
 
     anchor_x: Tensor | None = None
@@ -322,7 +335,7 @@ def run_branches(
         x=stacked(before) if anchor_x is None else anchor_x,
         x_next=stacked(after),
         velocity=anchor_velocity,
-        log_prob=stacked(log_probs),
+        log_prob=stacked(log_probs, ()),
         latents=stacked(images),
         anchor_latents=anchor.latents,
         image_of_tail=tree.image_of_tail,

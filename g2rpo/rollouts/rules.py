@@ -6,6 +6,7 @@ every process has the same plan and runs the same number of forwards.
     EveryStep   noise on every step but the last               Flow-GRPO 2505.05470, DanceGRPO 2505.07818
     Window      ODE, noise inside a window that moves, ODE     MixGRPO 2507.21802, Flow-GRPO-Fast
     Singular    noise on one step k, an ODE tail per stride    G2RPO 2510.01982
+    Ode         no noise, a start of its own for each member   DiffusionNFT 2509.16117
 """
 
 from __future__ import annotations
@@ -217,6 +218,26 @@ class Singular:
         generator = np.random.default_rng((seed, iteration))
         indices = generator.choice(len(branches), size=self.num_drawn, replace=False, p=probabilities)
         return sorted(int(index) for index in indices)
+
+
+@dataclass(frozen=True)
+class Ode:
+    """No noise step: each member's image is the ODE endpoint of its own initial noise.
+
+    Attributes:
+        num_trained: number of noise levels at which each member's image is trained.
+        solver: "euler" or "dpm2m".
+    """
+
+    num_trained: int
+    solver: str = "euler"
+
+    def plan(self, num_steps: int, seed: int, iteration: int) -> Plan:
+        """Returns the same plan at every iteration."""
+        path = Branch((), (tuple(range(num_steps + 1)),))
+        return Plan(
+            num_steps, (path,), num_trained=self.num_trained, solver=self.solver, individual_noise=True
+        )
 
 
 def random_start(first: int, last: int, key: int | tuple[int, ...]) -> int:

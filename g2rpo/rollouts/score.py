@@ -1,7 +1,8 @@
 """Scoring: an exploration and rewards become rollouts, which hold one group each as dense tensors.
 
 Distinct images are decoded once, rounded to 8 bits as in an image file, and scored once by every reward;
-tails that end at the same image share its scores. One layout serves every method: in a path method, where
+tails that end at the same image share its scores. Groupwise rewards judge the images of a cell together
+(cells.py). One layout serves every method: in a path method, where
 one image scores all steps, the rewards have size 1 on the axes K and J and broadcast.
 
 Axes: R reward, K noise step, J granularity, G member, L tokens, C channels.
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.models.policy import Policy
-from g2rpo.rewards.base import Metadata, Reward
+from g2rpo.rewards.base import GroupReward, Metadata, Reward, is_groupwise
 from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
+from g2rpo.rollouts.cells import CellJudge
 from g2rpo.rollouts.explore import Exploration
 from g2rpo.rollouts.plan import Plan
 from g2rpo.runtime.random import keyed_generator
@@ -36,14 +39,17 @@ class Rollout:
         step: [K, 1], int64, index of the noise step into the sigmas.
         train_mask: [K, G], bool, the steps that each member trains.
         rewards: [R, K or 1, J, G], float32; NaN = invalid. K is 1 if one image scores all steps of a path.
-        valid: [K, G], bool, all rewards of the step, its states and its images are finite.
+        valid: [K, G], bool, all rewards of the step, its states and its images are finite. [1, G] for a plan
+            without noise steps, as is policy_finite.
         policy_finite: [K, G], bool, the policy's part of `valid`: the step's states and images are finite.
         nfe: counted forwards of this group: anchor, sde, tails, total.
         prompt_index: position of the prompt in the stream.
         image_of_tail: [branches][J], index of the member's distinct image at which each tail ends.
         velocity: [K, 1, L, C], the rollout's velocity at x, or None if x is not the anchor's.
+        latents: [distinct images, G, L, C], float32, the clean latents, if kept.
         images: [distinct images, G, 3, H, W], uint8 on the CPU, if kept.
-        anchor_rewards: [R] of the anchor's image, or None if the anchor was not continued to the end.
+        anchor_rewards: [R] of the anchor's image, NaN for a groupwise reward, which does not judge it; None
+            if the anchor was not continued to the end.
         anchor_image: [3, H, W], uint8 on the CPU, if kept.
     """
 
@@ -59,6 +65,7 @@ class Rollout:
     prompt_index: int
     image_of_tail: tuple[tuple[int, ...], ...]
     velocity: Tensor | None = None
+    latents: Tensor | None = None
     images: Tensor | None = None
     anchor_rewards: Tensor | None = None
     anchor_image: Tensor | None = None
@@ -78,6 +85,7 @@ class Rollout:
             log_prob=none,
             train_mask=none,
             velocity=None,
+            latents=None,
             images=None,
             anchor_image=None,
             anchor_rewards=anchor,
@@ -89,12 +97,13 @@ class Rollout:
 def score(
     policy: Policy,
     exploration: Exploration,
-    rewards: Mapping[str, Reward],
+    rewards: Mapping[str, Reward | GroupReward],
     prompts: Sequence[str],
     metadata: Metadata | None = None,
     *,
     decode_batch: int = 24,
     keep_images: bool = False,
+    keep_latents: bool = False,
     timer: Timer | None = None,
 ) -> list[Rollout]:
     """Decodes and scores every distinct image once, and returns one rollout per group.
@@ -106,6 +115,7 @@ def score(
         prompts, metadata: one per group.
         decode_batch: number of images that are decoded and scored at once.
         keep_images: whether the rollouts keep the images.
+        keep_latents: whether the rollouts keep the clean latents.
         timer: receives the laps "decode" and "reward".
 
     Raises:
@@ -128,6 +138,9 @@ def score(
         owners += range(num_prompts)
         latents = torch.cat([latents, exploration.anchor_latents])
 
+    pointwise: dict[str, Any] = {name: r for name, r in rewards.items() if not is_groupwise(r)}
+    groupwise: dict[str, Any] = {name: r for name, r in rewards.items() if is_groupwise(r)}
+    cells = CellJudge(groupwise, prompts, metadata, group_size, len(exploration.latents) * num_prompts)
     scores, kept_images, finite_images = [], [], []
     with scoring(rewards.values()):
         for low in range(0, len(latents), decode_batch):
@@ -138,14 +151,16 @@ def score(
                 timer.lap("decode")
             prompt_rows = owners[batch]
             image_metadata = None if metadata is None else [metadata[p] for p in prompt_rows]
-            batch_scores = score_batch(rewards, pixels, [prompts[p] for p in prompt_rows], image_metadata)
+            batch_scores = score_batch(pointwise, pixels, [prompts[p] for p in prompt_rows], image_metadata)
             scores.append(batch_scores.masked_fill(~finite, torch.nan))
+            cells.add(pixels, finite)
             if timer is not None:
                 timer.lap("reward")
             if keep_images:
                 kept_images.append((pixels * 255).round().to(torch.uint8).cpu())
 
-    all_scores = torch.cat(scores, dim=1)
+    scores_of = dict(zip(pointwise, torch.cat(scores, dim=1), strict=True)) | cells.scores(len(latents))
+    all_scores = torch.stack([scores_of[name] for name in rewards])
     tree_shape = (len(exploration.latents), num_prompts, group_size)
     num_tree = len(exploration.latents) * num_prompts * group_size
     branch_of_step = [b for b, branch in enumerate(plan.branches) for _ in branch.noise_steps]
@@ -156,12 +171,14 @@ def score(
         return per_tail[:, branch_of_step] if len(plan.branches) > 1 else per_tail
 
     rewards_by_step = by_step(all_scores)
-    policy_finite = by_step(torch.cat(finite_images)[None])[0].all(1) & exploration.log_prob.isfinite()
+    policy_finite = by_step(torch.cat(finite_images)[None])[0].all(1)
+    if plan.noise_steps:
+        policy_finite = policy_finite & exploration.log_prob.isfinite()
     valid = rewards_by_step.isfinite().all(2).all(0) & policy_finite
     images = torch.cat(kept_images) if keep_images else None
     tree_images = None if images is None else images[:num_tree].unflatten(0, tree_shape)
     has_anchor = exploration.anchor_latents is not None
-    step = torch.tensor(plan.noise_steps, device=policy.device)[:, None]
+    step = torch.tensor(plan.noise_steps, dtype=torch.int64, device=policy.device)[:, None]
     return [
         Rollout(
             x=exploration.x[:, p],
@@ -176,6 +193,7 @@ def score(
             prompt_index=key[-1],
             image_of_tail=exploration.image_of_tail,
             velocity=None if exploration.velocity is None else exploration.velocity[:, p],
+            latents=exploration.latents[:, p] if keep_latents else None,
             images=None if tree_images is None else tree_images[:, p],
             anchor_rewards=all_scores[:, num_tree + p] if has_anchor else None,
             anchor_image=images[num_tree + p] if has_anchor and images is not None else None,

@@ -7,6 +7,8 @@ branch with a common prefix share its state, so a prefix is a node, evaluated on
                                         \\
                                           5 - 7 - ...          2 and 3 are evaluated once for both
 
+A branch without noise steps starts from the initial noise, whose velocity is known like an anchor's.
+
 Wave d holds the nodes at depth d of *all* branches; they share batches, because the policy takes one sigma
 per sample. The tree is computed from the plan alone, before the first forward.
 """

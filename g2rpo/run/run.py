@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from g2rpo.algorithms.base import coarse_tails_warning
-from g2rpo.algorithms.registry import make_algorithm
+from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
@@ -74,16 +73,21 @@ def is_finished(settings: Settings) -> bool:
     return path.is_file() and path.read_text(encoding="utf-8").strip() == str(settings.iterations)
 
 
-def describe_run(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
+def describe_run(
+    settings: Settings,
+    algorithm: Algorithm,
+    policy: Policy,
+    parameters: Mapping[str, Tensor],
+    step: int,
+) -> str:
     """One line about what is trained, forwards per iteration and device; a second line if there is a warning.
 
     Args:
         parameters: name -> trained parameter.
         step: iterations already completed.
     """
-    algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
     count = sum(p.numel() for p in parameters.values())
-    plan = algorithm.plan.plan(algorithm.num_steps, settings.seed, step)
+    plan = algorithm.plan(settings.seed, step)
     nfe = plan.nfe(settings.group_size, policy.forwards_per_sample)["total"]
     what = f"adapters of rank {settings.lora_rank}" if settings.lora_rank else "all weights"
     processes = f" on {world_size()} processes" if world_size() > 1 else ""

@@ -19,52 +19,8 @@ from g2rpo.models.family import ModelFamily
 from g2rpo.models.loading.files import local_folder, read_json
 from g2rpo.models.registry import find_model, is_random, known_models
 from g2rpo.models.tiny import is_tiny
-from g2rpo.rewards.registry import REWARDS
-from g2rpo.runtime.text import did_you_mean
-
-
-@dataclass(frozen=True)
-class Source:
-    """Files of one hub repository.
-
-    Attributes:
-        repo: owner/name.
-        files: names or patterns; each must match a file of the repository.
-        also: names or patterns of optional files.
-    """
-
-    repo: str
-    files: tuple[str, ...]
-    also: tuple[str, ...] = ("README.md", "LICENSE*")
-
-
-TOKENIZER_EXTRAS = ("tokenizer.json", "special_tokens_map.json", "README.md", "LICENSE*")
-CLIP_TOKENIZER = Source(
-    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-    ("tokenizer_config.json", "vocab.json", "merges.txt"),
-    TOKENIZER_EXTRAS,
-)
-
-REWARD_SOURCES: dict[str, tuple[Source, ...]] = {
-    "hps": (Source("xswu/HPSv2", ("HPS_v2.1_compressed.pt",)), CLIP_TOKENIZER),
-    "clip": (
-        Source("apple/DFN5B-CLIP-ViT-H-14", ("open_clip_config.json", "open_clip_pytorch_model.bin")),
-        CLIP_TOKENIZER,
-    ),
-    "pickscore": (
-        Source("yuvalkirstain/PickScore_v1", ("config.json", "model.safetensors")),
-        CLIP_TOKENIZER,
-    ),
-    "imagereward": (
-        Source("THUDM/ImageReward", ("ImageReward.pt",)),
-        Source("google-bert/bert-base-uncased", ("vocab.txt", "tokenizer_config.json"), TOKENIZER_EXTRAS),
-    ),
-    "unified": (),
-    "http": (),
-}
-"""Reward -> its repositories of weights and tokenizer, whose licences are shown; empty for rewards that a
-server computes. Rewards without an entry are part of the package.
-"""
+from g2rpo.rewards.base import RewardSpec, Source
+from g2rpo.rewards.registry import reward_facts
 
 
 @dataclass(frozen=True)
@@ -125,28 +81,22 @@ def needs(
     """
     listed = [_model_need(model, family)]
     for name in dict.fromkeys(rewards):
-        if name in REWARD_SOURCES:
-            for source in _reward_sources(name, (options or {}).get(name, {})):
-                if isinstance(source, Path):
-                    listed.append(Need(f"reward {name}", f"{source}: here"))
-                elif source not in (need.source for need in listed):
-                    listed.append(_hub_need(f"reward {name}", source, _hub_info(source.repo)))
-            if not REWARD_SOURCES[name]:
-                listed.append(Need(f"reward {name}", "computed by a server, which has the weights"))
-        elif ":" in name:
-            listed.append(Need(f"reward {name}", "your own code"))
-        elif name in REWARDS:
-            listed.append(Need(f"reward {name}", "ships with g2rpo or a package that it needs"))
-        else:
-            known = [*REWARDS, *REWARD_SOURCES]
-            raise ValueError(f"no reward {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")
+        spec = reward_facts(name).spec  # a ValueError if there is no such reward
+        if spec is None or not spec.sources:
+            listed.append(Need(f"reward {name}", "your own code" if spec is None else spec.origin))
+            continue
+        for source in _reward_sources(spec, (options or {}).get(name, {})):
+            if isinstance(source, Path):
+                listed.append(Need(f"reward {name}", f"{source}: here"))
+            elif source not in (need.source for need in listed):
+                listed.append(_hub_need(f"reward {name}", source, _hub_info(source.repo)))
     return listed
 
 
-def _reward_sources(name: str, options: Mapping[str, Any]) -> list[Source | Path]:
+def _reward_sources(spec: RewardSpec, options: Mapping[str, Any]) -> list[Source | Path]:
     """Where weights and tokenizer are: as published, or given by the options `path` and `tokenizer`."""
     sources: list[Source | Path] = []
-    for key, source in zip(("path", "tokenizer"), REWARD_SOURCES[name], strict=False):
+    for key, source in zip(("path", "tokenizer"), spec.sources, strict=False):
         origin = str(options.get(key) or source.repo)
         local = Path(origin).expanduser()
         weights = sources[0] if sources and isinstance(sources[0], Path) else None

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.data.stream import PromptStream
-from g2rpo.rollouts.rules import PlanRule
 from g2rpo.rollouts.score import Rollout
 
 SPREAD_DECAY = 0.9
 """Weight of the previous value in the running mean of a noise step's reward spread."""
-
-Rule = TypeVar("Rule", bound=PlanRule)
 
 
 class Curriculum:
@@ -57,11 +54,6 @@ class Curriculum:
     def upcoming(self, count: int) -> list[int]:
         """Stream positions (prompt_index) of the next `count` prompts; does not change the state."""
         return self._walk(count)[0]
-
-    def with_spread(self, rule: Rule) -> Rule:
-        """The plan rule with the measured spread by noise step, if it draws steps in proportion to it."""
-        with_spread = getattr(rule, "with_spread", None)
-        return rule if with_spread is None else with_spread(self.spread())
 
     def spread(self) -> dict[int, float]:
         """Noise step -> reward spread over its mean over all steps, averaged over the rewards; unitless."""

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from g2rpo.config.settings import Settings
-from g2rpo.data.embeddings import SHARDS, EmbeddingCache
+from g2rpo.data.embeddings import SHARDS, EmbeddingCache, Encoder
 from g2rpo.data.prompts import ReadReport, read_prompts
 from g2rpo.models.family import TextEncoders, Truncation
 from g2rpo.models.policy import Conditioning
@@ -30,7 +30,7 @@ from g2rpo.runtime.processes import (
     world_size,
 )
 from g2rpo.runtime.progress import show_progress
-from g2rpo.training.run_prompts import run_prompts
+from g2rpo.training.run_prompts import RunPrompts
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 
@@ -99,7 +99,7 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
     number, processes = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     console = Console(quiet=True) if number else console or Console()
     say = _printer(console)
-    texts = run_prompts(settings)
+    texts = RunPrompts.of(settings).texts
     policy = text_encoders(settings, _local_device(settings.device))
     # Shares of all prompts, not of the missing ones, because the processes read the cache at different times.
     share = texts[number::processes]
@@ -126,20 +126,30 @@ class EmbeddingInterrupted(Exception):
     """A signal ended a run before its first iteration. The embeddings made so far are kept."""
 
 
-def embed_missing(settings: Settings, device: torch.device) -> None:
+def embed_missing(
+    settings: Settings, texts: Sequence[str], device: torch.device, policy: Encoder | None = None
+) -> None:
     """Embeds a run's prompts that are not in the cache; the first step of `train`.
 
     The processes of the run share the work.
+
+    Args:
+        texts: the texts of the run (`RunPrompts.texts`).
+        device: device of the text encoders.
+        policy: a policy that was not loaded by its name, which encodes; None: the model's text encoders are
+            loaded for it, and freed.
 
     Raises:
         EmbeddingInterrupted: a signal reached any of the processes; raised on all of them.
         ValueError: an error of `embed_run`.
     """
     console = Console(quiet=rank() > 0)
-    texts, encoders = run_prompts(settings), text_encoders(settings, device)
+    loaded: Encoders | None = None
+    if policy is None:
+        policy = loaded = text_encoders(settings, device)
     cache = EmbeddingCache(settings.cache)
-    filling = _Filling(cache, encoders, texts[rank() :: world_size()], console)
-    if missing := len(cache.missing(encoders, texts)):
+    filling = _Filling(cache, policy, texts[rank() :: world_size()], console)
+    if missing := len(cache.missing(policy, texts)):
         _printer(console)(f"embedding {missing} prompts")
     with interruptible() as interrupt:
         try:
@@ -149,7 +159,8 @@ def embed_missing(settings: Settings, device: torch.device) -> None:
         except KeyboardInterrupt:
             _printer(console)(INTERRUPTED.format(sum(gathered(filling.added))))
             raise EmbeddingInterrupted from None
-    encoders.text.unload()
+    if loaded is not None:
+        loaded.text.unload()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -163,7 +174,7 @@ class _Filling:
     """
 
     def __init__(
-        self, cache: EmbeddingCache, encoders: Encoders, prompts: Sequence[str], console: Console
+        self, cache: EmbeddingCache, encoders: Encoder, prompts: Sequence[str], console: Console
     ) -> None:
         self._cache, self._encoders, self._console = cache, encoders, console
         self.missing, self.added = cache.missing(encoders, prompts), 0

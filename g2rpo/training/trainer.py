@@ -15,31 +15,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.checks import check_files
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.data.prompts import read_prompts
-from g2rpo.data.stream import PromptStream
-from g2rpo.evaluation.before_after import Change, Comparison
-from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator
+from g2rpo.evaluation.before_after import Change
+from g2rpo.evaluation.monitor import Evaluator
 from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.policy import Conditioning, Policy, root_module, trained_parameters
+from g2rpo.models.policy import Conditioning, Policy, has_adapters, root_module, trained_parameters
 from g2rpo.models.registry import check_policy, load_policy
-from g2rpo.objectives.advantages import advantages_of
-from g2rpo.objectives.batch import rows_of
+from g2rpo.objectives.base import Context
 from g2rpo.objectives.stats import invalid_share, reward_metrics
+from g2rpo.rewards.base import GroupReward, Reward
 from g2rpo.rewards.exits import RewardExited
-from g2rpo.rewards.registry import CheckedReward, load_rewards
+from g2rpo.rewards.registry import CheckedReward
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
@@ -64,11 +62,13 @@ from g2rpo.runtime.progress import RunProgress
 from g2rpo.runtime.random import random_state, seed_everything
 from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.runtime.timing import Timer, peak_memory
+from g2rpo.training.components import Components
 from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
+from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update
 
@@ -99,8 +99,31 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
 class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.recorded_settings = settings = settings.resolved()
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        policy: Policy | None = None,
+        rewards: Mapping[str, Reward | GroupReward] | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        """Loads what a run needs, and nothing of it before all settings and files are checked.
+
+        Args:
+            settings: settings of the run.
+            policy: the policy to train, in place of the settings' `model`; its options (LoRA, precision,
+                guidance, …) are its own, and those of the settings have no effect.
+            rewards: name -> reward to train, in place of the settings' `rewards`.
+            algorithm: the method, in place of the settings' `algorithm` and its options.
+
+        Objects that are given here are recorded as "injected" in RUN/config.toml; give the same ones to
+        resume the run.
+
+        Raises:
+            ValueError: settings or files that do not fit.
+        """
+        components = Components(policy, rewards, algorithm)
+        self.recorded_settings = settings = components.recorded(settings)
         check_files(settings)
         # Code of a reward may change the working directory; the run stays in its folders.
         settings = settings.model_copy(update=_absolute_folders(settings))
@@ -115,35 +138,31 @@ class Trainer:
         mesh = sharding_mesh(device, settings.shard_size)
         self.settings = settings
         self.out = Path(settings.out)
-        prompts, report = read_prompts(settings.prompts)
-        eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
-        eval_prompts = eval_prompts[: settings.num_eval_prompts]
-        self.algorithm: Algorithm = make_algorithm(settings.algorithm, settings.algorithm_options())
-        self.stream = PromptStream(prompts, settings.seed)
+        prompts = RunPrompts.of(settings, policy)
+        self.algorithm = components.make_algorithm(settings)
+        self.objective = self.algorithm.objective()
+        self.stream, self.comparison = prompts.stream, prompts.comparison
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
-        trained_prompts = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
-        self.comparison = Comparison.of(
-            settings.compare_images, settings.eval_num_steps, trained_prompts, prompts, eval_prompts
-        )
         if kept.get("iteration", 0) > 0:
             self.comparison = self.comparison.resumed(self.out)
-        self.prompt_report = "; ".join(filter(None, (str(report), self.comparison.note)))
+        self.prompt_report = "; ".join(filter(None, (str(prompts.report), self.comparison.note)))
 
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
             torch.use_deterministic_algorithms(True)
         options = settings.policy_options()
-        check_policy(settings.model, options, mesh=mesh, family=settings.family)
+        if policy is None:
+            check_policy(settings.model, options, mesh=mesh, family=settings.family)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
-        names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = run_together(
-            lambda: load_rewards(names, device, settings.reward_options)
+            lambda: components.load_rewards(settings, device)
         )
-        embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
+        # Before the policy: on a small GPU both do not fit.
+        embed_missing(settings, prompts.texts, device, policy)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
-        self.policy: Policy = load_policy(
+        self.policy: Policy = policy or load_policy(
             settings.model, options, device=settings.device, mesh=mesh, family=settings.family
         )
         self.cache = EmbeddingCache(settings.cache)
@@ -153,7 +172,9 @@ class Trainer:
         self.parameters = trained_parameters(self.policy)
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
-        self.reference = reference_of(self.policy, bool(settings.lora_rank)) if settings.kl_beta else None
+        # The reference is the policy before training: it is copied before `_restore` loads a checkpoint.
+        needed = self.objective.needs_reference
+        self.reference = reference_of(self.policy, has_adapters(self.policy)) if needed else None
         self.step = 0
         self.mid_update = False  # then the weights are not those of `step` iterations
         self.checkpoint_seconds: dict[
@@ -161,13 +182,13 @@ class Trainer:
         ] = {}  # of the checkpoint before; the next line of metrics tells it
         self.evaluator = Evaluator(
             self.policy,
-            self.rewards,
+            {name: reward for name, reward in self.rewards.items() if not reward.groupwise},
             self.cache,
             settings.eval_num_steps,
             self.algorithm.shift,
             self.rollout_batch,
         )
-        self.evaluation_plan = EvaluationPlan.of(settings, prompts, eval_prompts)
+        self.evaluation_plan = prompts.evaluation
 
     def run(self) -> Run:
         """Trains until the last iteration, `stop_after`, or a signal.
@@ -176,6 +197,10 @@ class Trainer:
             ValueError: too little disk space, or another run at work in the folder; nothing was trained.
             RunStopped: as `train`.
         """
+        with exclusive(self.out):
+            return self._run()
+
+    def _run(self) -> Run:
         settings = self.settings
         self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
@@ -187,7 +212,7 @@ class Trainer:
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
-            progress.note(describe_run(settings, self.policy, self.parameters, self.step))
+            progress.note(describe_run(settings, self.algorithm, self.policy, self.parameters, self.step))
             notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
             try:
                 changes = self._train(writer, progress, last, notes)
@@ -287,7 +312,7 @@ class Trainer:
         cond = self.cache.get(self.policy, texts)
         samples = explore(
             self.policy,
-            self.curriculum.with_spread(algorithm.plan).plan(algorithm.num_steps, settings.seed, self.step),
+            algorithm.plan(settings.seed, self.step, self.curriculum.spread()),
             self.sigmas,
             cond,
             group_size=settings.group_size,
@@ -299,7 +324,7 @@ class Trainer:
             rollout_batch=self.rollout_batch,
             noise=settings.noise,
             timer=timer,
-            tails=self.policy.tails,
+            tails=nullcontext if self.objective.needs_latents else self.policy.tails,
         )
         trained = {name: self.rewards[name] for name in settings.rewards}
         for reward in trained.values():
@@ -311,6 +336,7 @@ class Trainer:
             texts,
             metadata,
             decode_batch=settings.decode_batch,
+            keep_latents=self.objective.needs_latents,
             timer=timer,
         )
         seconds = {f"seconds_{part}": value for part, value in timer.seconds().items()}
@@ -328,20 +354,26 @@ class Trainer:
         began = time.perf_counter()
         every_rollout = [r for share in gathered([r.for_statistics() for r in rollouts]) for r in share]
         self._check_valid(every_rollout)
-        advantages = advantages_of(every_rollout, algorithm, list(settings.rewards.values()))
+        advantages = algorithm.advantages(every_rollout, list(settings.rewards.values()))
         first = rank() * len(rollouts)
         own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
         rate = learning_rate(
             settings.lr, self.step, settings.iterations, settings.warmup_iterations, settings.lr_schedule
         )
         set_learning_rate(self.optimizer, rate)
+        context = Context(
+            self.sigmas.to(self.policy.device),
+            algorithm.diffusion,
+            algorithm.eta,
+            settings.seed,
+            self.step,
+        )
         self.mid_update = True
         learned = update(
             self.policy,
-            algorithm,
-            rows_of(rollouts, own),
+            self.objective,
+            self.objective.rows(rollouts, own, context).split(algorithm.update, settings.group_size),
             cond,
-            self.sigmas,
             self.optimizer,
             max_grad_norm=settings.max_grad_norm,
             update_batch=settings.update_batch,
@@ -350,7 +382,8 @@ class Trainer:
         update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
         names = list(settings.rewards)
-        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip)
+        groupwise = [name for name in names if self.rewards[name].groupwise]
+        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip, groupwise)
         rewards |= self.curriculum.observe(every_rollout, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 

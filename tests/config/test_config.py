@@ -1,15 +1,16 @@
-import inspect
 import string
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.options import defaults_of, descriptions_of
+from g2rpo.algorithms.registry import PRESET_OPTIONS, PRESETS
 from g2rpo.config.identity import MAY_CHANGE, check_same_run
 from g2rpo.config.load import load_settings, read_settings
 from g2rpo.config.recipe import parse_recipe, parse_value, shipped_recipes, to_toml
-from g2rpo.config.settings import ALGORITHM_OPTIONS, Settings
+from g2rpo.config.settings import Settings
 
 
 def refusal(*overrides: str, recipe: str | None = None) -> str:
@@ -21,8 +22,8 @@ def refusal(*overrides: str, recipe: str | None = None) -> str:
 def test_every_shipped_recipe_loads_and_none_is_tiny(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     assert {"tiny", "tiny_gpu"} <= set(shipped_recipes())
-    for name in shipped_recipes():  # the flux ones name a file of prompts that the user brings
-        assert load_settings(name, check_files=not name.startswith("flux_")).algorithm in PRESETS
+    for name in shipped_recipes():  # others name a file of prompts that the user brings
+        assert load_settings(name, check_files=name.startswith("tiny")).algorithm in PRESETS
     assert load_settings() == load_settings("tiny") == load_settings("recipes/tiny.toml")
 
 
@@ -36,19 +37,26 @@ def test_the_gpu_recipe_has_the_papers_numbers():
 def test_the_flux_recipes_have_the_papers_numbers(name):
     settings = load_settings(name, check_files=False)
     assert settings.model == "black-forest-labs/FLUX.1-dev" and settings.precision == "bfloat16"
-    assert (settings.resolution, settings.guidance, settings.shift) == (720, 3.5, 3.0)
-    assert (settings.num_steps, settings.train_steps, settings.granularities) == (16, 8, [1, 2, 3])
-    assert (settings.group_size, settings.eta, settings.clip_range, settings.advantage_clip) == (
-        12,
-        0.7,
-        1e-4,
-        5,
-    )
-    assert (settings.kl_beta, settings.iterations, settings.weight_decay, settings.seed) == (0, 300, 1e-4, 42)
+    assert (settings.resolution, settings.guidance, settings.group_size) == (720, 3.5, 12)
+    given = {"shift": 3.0, "num_steps": 16, "train_steps": 8, "granularities": [1, 2, 3], "eta": 0.7}
+    given |= {"clip_range": 1e-4, "advantage_clip": 5, "kl_beta": 0, "tail_rule": "released"}
+    assert settings.algorithm_options == given
+    assert (settings.iterations, settings.weight_decay, settings.seed) == (300, 1e-4, 42)
     if name != "flux_lora_1gpu":
         assert (settings.lr, settings.prompts_per_iteration, settings.warmup_iterations) == (2e-6, 16, 0)
         assert settings.max_grad_norm == 1 and settings.lora_rank == 0
     assert set(settings.rewards) == {"hps", "clip"} - ({"clip"} if name == "flux_hps" else set())
+
+
+def test_the_qwen_image_recipe_has_the_published_numbers():
+    """Those of verl-omni's run_qwen_image_ocr_lora.sh; what it does not state is not compared."""
+    settings = load_settings("qwen_image_lora_1gpu", check_files=False)
+    assert (settings.model, settings.resolution, settings.true_cfg) == ("Qwen/Qwen-Image", 512, 4.0)
+    assert (settings.negative_prompt, settings.max_sequence_length) == (" ", 256)
+    assert (settings.lora_rank, settings.lora_alpha, settings.lora_targets) == (64, 128, None)
+    assert (settings.lr, settings.weight_decay, settings.group_size) == (3e-4, 1e-4, 16)
+    options = {name: settings.option(name) for name in ("num_steps", "window", "window_range", "eta")}
+    assert options == {"num_steps": 10, "window": 2, "window_range": [0, 5], "eta": 1.2}
 
 
 def test_the_baselines_recipes_have_their_papers_numbers():
@@ -68,12 +76,18 @@ def test_the_baselines_recipes_have_their_papers_numbers():
             "seed",
         ):
             assert getattr(settings, key) == getattr(joint, key), key
-        assert (settings.lr, settings.shift, settings.clip_range, settings.lora_rank) == (1e-5, 3.0, 1e-4, 0)
-    assert (dance.num_steps, dance.eta, dance.train_fraction, dance.update) == (16, 0.3, 0.6, 3)
-    assert (mix.num_steps, mix.eta, mix.window, mix.window_stride, mix.window_hold) == (25, 0.7, 4, 1, 25)
-    assert (flow.num_steps, flow.eval_num_steps, flow.eta, flow.resolution) == (6, 28, 0.9, 512)
+        assert (settings.lr, settings.lora_rank) == (1e-5, 0)
+        assert (settings.option("shift"), settings.option("clip_range")) == (3.0, 1e-4)
+
+    def options(settings, *names):
+        return tuple(settings.algorithm_options[name] for name in names)
+
+    assert options(dance, "num_steps", "eta", "train_fraction", "update") == (16, 0.3, 0.6, 3)
+    windows = ("num_steps", "eta", "window", "window_stride", "window_hold")
+    assert options(mix, *windows) == (25, 0.7, 4, 1, 25)
+    assert options(flow, "num_steps", "eta", "kl_beta") == (6, 0.9, 0)
     assert (flow.prompts_per_iteration, flow.group_size, flow.lr) == (48, 24, 3e-4)
-    assert (flow.lora_rank, flow.lora_alpha, flow.kl_beta) == (64, 128, 0)
+    assert (flow.lora_rank, flow.lora_alpha, flow.eval_num_steps, flow.resolution) == (64, 128, 28, 512)
 
 
 def test_overrides_win_and_are_typed():
@@ -88,7 +102,7 @@ def test_overrides_win_and_are_typed():
             "rewards.verifier=0.5",
         ],
     )
-    assert (settings.lr, settings.group_size, settings.train_steps) == (1e-5, 4, [0, 2])
+    assert (settings.lr, settings.group_size, settings.option("train_steps")) == (1e-5, 4, [0, 2])
     assert settings.tensorboard is False
     assert settings.out == "2025-01-31"  # not a date
     assert settings.rewards == {"tiny_preference": 1.0, "verifier": 0.5}
@@ -134,6 +148,9 @@ def test_none_means_the_default():
         (["num_steps=8", "train_steps=8"], "last to explore is 6"),
         (["num_steps=8", "train_steps=[1,7]"], "last to explore is 6"),
         (["window=3"], "takes no window"),
+        (["granularity=3"], "did you mean 'granularities'"),
+        (["algorithm_options={eta=0}"], "eta must be > 0"),
+        (["algorithm=my_file"], "or module:attribute for your own"),
         (["algorithm=g2rpo_single"], "takes no granularities"),
         (["rewards={}"], "at least one reward"),
         (["rewards.verifier=0"], "eval_rewards"),
@@ -183,18 +200,15 @@ def test_unknown_recipe():
     assert "did you mean 'tiny'" in refusal(recipe="elsewhere/tiny.toml")
 
 
-def test_every_option_of_every_preset_is_a_setting():
-    for name, preset in PRESETS.items():
-        for option in inspect.signature(preset).parameters:
-            assert option in ALGORITHM_OPTIONS, f"{name}({option}=...) cannot be set"
-    for option in ALGORITHM_OPTIONS:
-        assert Settings.model_fields[option].default is None
-        assert any(option in inspect.signature(preset).parameters for preset in PRESETS.values()), option
+def test_no_option_of_a_preset_has_the_name_of_a_setting():
+    assert not set(PRESET_OPTIONS) & set(Settings.model_fields)
     assert set(MAY_CHANGE) <= set(Settings.model_fields)
 
 
-def test_every_setting_is_explained():
+def test_every_setting_and_every_option_is_explained():
     assert not [name for name, field in Settings.model_fields.items() if not field.description]
+    for preset in PRESETS.values():
+        assert not [name for name, text in descriptions_of(preset).items() if not text], preset
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)
@@ -208,8 +222,114 @@ def test_saved_settings_load_to_the_same(tmp_path, algorithm):
     saved = read_settings(tmp_path)
     assert saved == settings.resolved() == saved.resolved()
     assert saved.to_toml() == settings.to_toml()
-    for option in inspect.signature(PRESETS[algorithm]).parameters:
-        assert saved.option(option) is None or getattr(saved, option) is not None  # defaults are written out
+    defaults = defaults_of(PRESETS[algorithm])
+    assert {n for n, v in defaults.items() if v is not None} == set(saved.algorithm_options)  # written out
+
+
+def test_the_options_of_an_algorithm_stand_where_they_always_stood():
+    """The order of config.toml is that of commit a3a5320, where all options were fields of Settings."""
+    keys = [line.partition(" = ")[0] for line in load_settings("tiny").to_toml().splitlines()]
+    assert keys[keys.index("algorithm") : keys.index("group_size")] == [
+        *("algorithm", "num_steps", "shift", "train_steps", "step_draw", "granularities", "tail_rule"),
+        *("eta", "diffusion", "clip_range", "advantage_clip", "advantage_std", "kl_beta", "update"),
+    ]
+    mix = load_settings(None, ["algorithm=mix_grpo", "train_steps=none", "granularities=none", "flash=0.4",
+                               "num_steps=8"]).to_toml()  # fmt: skip
+    assert mix.index("kl_beta =") < mix.index("update =") < mix.index("window =") < mix.index("flash =")
+
+
+def test_values_of_options_are_those_of_their_type():
+    settings = load_settings("tiny", ["eta=1", "train_steps=2.0"])
+    assert repr(settings.option("eta")) == "1.0" and repr(settings.option("train_steps")) == "2"
+    assert load_settings("tiny", ["eta=1.0", "train_steps=2"]) == settings
+    assert Settings.model_validate(settings.model_dump()) == settings
+    assert settings.model_dump()["eta"] == 1.0 and settings.model_dump()["window"] is None
+
+
+OWN = """
+from g2rpo.algorithms.g2rpo import G2RPO
+from g2rpo.algorithms.options import Positive, options
+
+@options(eta=0.5)
+class Mine(G2RPO):
+    pull: Positive = 2.0
+    \"\"\"Strength of the pull.\"\"\"
+
+class NotDecorated(G2RPO):
+    pull: float = 2.0
+
+def no_class(): ...
+"""
+
+
+@pytest.fixture
+def own_algorithm(tmp_path, monkeypatch):
+    (tmp_path / "own_algorithm.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_algorithm:Mine"
+    sys.modules.pop("own_algorithm", None)
+
+
+def test_an_option_is_given_once(tmp_path):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("eta = 0.4\n[algorithm_options]\neta = 0.3\n")
+    assert "eta is given as a key and in algorithm_options" in refusal(recipe=str(recipe))
+    flat, table = "eta = 0.4\n", "[algorithm_options]\neta = 0.3\n"
+    for text, override in (
+        (table, "eta=0.5"),
+        (flat, "algorithm_options.eta=0.5"),
+        (flat, "algorithm_options={eta=0.5}"),
+    ):
+        recipe.write_text(text)
+        assert load_settings(recipe, [override]).option("eta") == 0.5
+
+
+def test_an_own_algorithm_has_flat_options_or_a_table(own_algorithm, tmp_path):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'algorithm = "{own_algorithm}"\n[algorithm_options]\npull = 3\neta = 0.6\n')
+    settings = load_settings(recipe, ["pull=4", "train_steps=[0,2]"])
+    assert settings.algorithm_options == {"pull": 4, "eta": 0.6, "train_steps": [0, 2]}
+    made = settings.make_algorithm()
+    assert (made.pull, made.eta, made.train_steps, made.granularities) == (4.0, 0.6, (0, 2), (1, 2, 3))
+    complete = settings.resolved(custom=True)
+    assert complete.algorithm_options.items() >= {"pull": 4.0, "eta": 0.6, "granularities": [1, 2, 3]}.items()
+    (tmp_path / "config.toml").write_text(complete.to_toml())
+    assert "algorithm_options = {" in complete.to_toml() and "\neta" not in complete.to_toml()
+    assert read_settings(tmp_path) == complete
+    check_same_run(complete, complete)
+    with pytest.raises(ValueError, match=r"pull: 4.0 there, 5.0 given"):
+        check_same_run(complete, load_settings(recipe, ["pull=5", "train_steps=[0,2]"]).resolved(custom=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("Mine", ["pull=0"], "algorithm='own_algorithm:Mine': pull = 0: Input should be greater than 0"),
+        ("Mine", ["pul=1"], "takes no pul; it would have no effect; did you mean 'pull'"),
+        ("Mine", ["group_sise=4"], "did you mean 'group_size'"),
+        ("Mine", ["eta=0"], "eta must be > 0"),
+        ("Mine", ["granularities=3"], "Input should be a valid list"),
+        ("Other", [], "own_algorithm has no 'Other'"),
+        ("no_class", [], "must be a subclass of g2rpo's Algorithm"),
+        ("NotDecorated", [], "write @options above the class"),
+        ("", [], "must be module:attribute"),
+    ],
+)
+def test_an_own_algorithm_is_validated_where_it_is_used(own_algorithm, name, overrides, expected):
+    settings = load_settings("tiny", [f"algorithm=own_algorithm:{name}", *overrides])
+    with pytest.raises(ValueError) as caught:
+        settings.make_algorithm()
+    assert expected in str(caught.value)
+
+
+def test_a_run_of_an_absent_algorithm_can_be_read(tmp_path):
+    saved = load_settings("tiny", ["algorithm=nowhere:Mine", "eta=0.5", "anything=[1,2]"])
+    assert saved.resolved() == saved
+    (tmp_path / "config.toml").write_text(saved.to_toml())
+    read = read_settings(tmp_path)
+    assert read == saved and read.option("eta") == 0.5 and "nowhere" not in sys.modules
+    with pytest.raises(ValueError, match=r"no module 'nowhere' for algorithm 'nowhere:Mine'"):
+        read.make_algorithm()
 
 
 def test_a_folder_that_is_no_run(tmp_path):

@@ -242,7 +242,7 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         plan_costs(settings, num_processes=3)
     with pytest.raises(ValueError, match="seconds_per_forward"):
         plan_costs(settings, seconds_per_forward=0.0)
-    with pytest.raises(ValueError, match="multiples of 4 pixels"):
+    with pytest.raises(ValueError, match="multiples of 4"):
         plan_costs(settings.model_copy(update={"resolution": 18}))
     with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
         plan_costs(settings.model_copy(update={"max_sequence_length": 13}))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import g2rpo
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.costs import estimate as planning
@@ -117,7 +116,7 @@ def test_measured_here_holds_for_a_run(tmp_path):
 def chosen(gigabytes: float, processes: int = 4, **changes) -> tuple[int, Settings]:
     settings = Settings(**{**PAPER, "prompts_per_iteration": 4, "rollout_batch": "auto", **changes})
     shape = model_shape(settings.model, settings.policy_options())
-    plans = run_plans(settings, make_algorithm(settings.algorithm, settings.algorithm_options()))
+    plans = run_plans(settings, settings.make_algorithm())
     trained = trained_params(settings, shape)
     usable = round(gigabytes * 1e9)
     batch = largest_rollout_batch(settings, shape, plans, processes, trained, usable)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from g2rpo.flow.group_noise import GROUP_NOISES, group_noise, orthogonal
+from g2rpo.flow.group_noise import GROUP_NOISES, group_noise, orthogonal, start_noise
 from g2rpo.runtime.random import keyed_noise
 
 KEY = (7, 3, 1)
@@ -47,3 +47,11 @@ def test_errors_name_what_is_allowed():
         group_noise("sobol", (2, 2), 4, KEY, 0)
     with pytest.raises(ValueError, match="5 members cannot be orthogonal in 4 dimensions"):
         orthogonal(torch.randn(5, 2, 2))
+
+
+def test_starts_have_their_own_keys_and_may_be_coupled():
+    starts = start_noise("independent", (4, 3), 3, KEY)
+    for member in range(3):
+        assert torch.equal(starts[member], keyed_noise((4, 3), *KEY, "start", member))
+    pair = start_noise("antithetic", (4, 3), 2, KEY)
+    assert torch.equal(pair[0], starts[0]) and torch.equal(pair[1], -pair[0])

@@ -130,6 +130,7 @@ def with_scheduler(folder: Path, place: Path, **config) -> Path:
             "max_image_seq_len": 32,
         },
         {"shift": 2.5},
+        {"use_dynamic_shifting": True, "shift_terminal": 0.1},
     ],
 )
 def test_the_pipelines_shift_draws_the_pipelines_pictures(folder, tmp_path, config):
@@ -157,7 +158,7 @@ def test_the_pipelines_shift_draws_the_pipelines_pictures(folder, tmp_path, conf
 
 @pytest.mark.parametrize(
     "config",
-    [{"shift_terminal": 0.02}, {"use_karras_sigmas": True}, {"time_shift_type": "linear"}],
+    [{"invert_sigmas": True}, {"use_karras_sigmas": True}, {"time_shift_type": "linear"}],
 )
 def test_a_schedule_that_no_shift_makes_is_refused(folder, tmp_path, config):
     model = with_scheduler(folder, tmp_path / "model", **config)

@@ -149,7 +149,9 @@ def test_the_whole_text_encoders():
     assert shape.text_params == params(clip) + params(t5)
 
 
-@pytest.mark.parametrize("model", ["random:flux-dev", "black-forest-labs/FLUX.1-dev", "tiny"])
+@pytest.mark.parametrize(
+    "model", ["random:flux-dev", "black-forest-labs/FLUX.1-dev", "tiny", "random:qwen-image"]
+)
 def test_a_plan_imports_no_network(model):
     """`g2rpo plan` answers at once: it reads formulas, and loads neither diffusers nor transformers."""
     code = (

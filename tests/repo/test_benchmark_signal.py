@@ -1,6 +1,7 @@
 """The estimators of benchmarks/signal_to_noise.py, on vectors whose signal and noise are known."""
 
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.seeds import seeded
+
+from g2rpo.config.load import load_settings
 
 
 def benchmark(name):
@@ -115,23 +118,39 @@ def test_what_a_control_variate_costs():
     every = arms.make_arms(96)
     arm, complete = (
         every["{3} for 24, {1} for 6"],
-        arms.Arm(arms.g2rpo(num_steps=8, train_steps=4, granularities=(1, 3)), 24),
+        arms.Arm(arms.G2RPO(num_steps=8, train_steps=4, granularities=(1, 3)), 24),
     )
     plain, coarse = complete.plan.nfe(24)["total"], every["singular {3}"].plan.nfe(24)["total"]
     assert arm.nfe["total"] == coarse + (plain - coarse) * 6 // 24 and complete.nfe["total"] == plain
 
 
-def test_training_with_a_control_variate_sums_weighted_rewards(monkeypatch):
-    monkeypatch.setenv(control_variate.FINE, "6")
+def test_training_with_a_control_variate_sums_weighted_rewards():
     rewards = torch.rand(2, 3, 2, 24, generator=seeded(7))  # [R, K, J, G]
     rollout = SimpleNamespace(rewards=rewards, valid=torch.ones(3, 24, dtype=torch.bool))
-    algorithm = arms.g2rpo(num_steps=8, train_steps=3, granularities=(1, 3), advantage_clip=2.0)
-    (estimates,) = control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
+    options = {"num_steps": 8, "train_steps": 3, "granularities": (1, 3), "advantage_clip": 2.0}
+    algorithm = control_variate.Controlled(**options, fine=6)
+    (estimates,) = algorithm.advantages([rollout], [1.0, 0.5])
     free = arms.controlled(rewards[0], 6) + 0.5 * arms.controlled(rewards[1], 6)
     assert free.abs().max() > 2 and torch.equal(estimates, free.clamp(-2, 2))
     rewards[0, 0, 0, 0] = math.nan
     with pytest.raises(ValueError, match="invalid"):
-        control_variate.advantages_of([rollout], algorithm, [1.0, 0.5])
+        algorithm.advantages([rollout], [1.0, 0.5])
+
+
+def test_a_control_variates_run_counts_the_forwards_it_needs(tmp_path):
+    options = ["num_steps=8", "train_steps=4", "granularities=[1,3]", "group_size=24", "fine=6"]
+    settings = load_settings("tiny", ["algorithm=control_variate:Controlled", *options])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(settings.resolved(custom=True).to_toml())
+    plan = settings.make_algorithm().plan(settings.seed, 0)
+    made = 2 * plan.nfe(24)["total"]
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "nfe": made, "loss": 0.5}) + '\n{"step": 1}\n')
+    control_variate.write_counted(run, tmp_path / "counted")
+    first, second = (tmp_path / "counted" / "metrics.jsonl").read_text().splitlines()
+    needed = 2 * arms.controlled_nfe(plan, 24, 6)["total"]
+    assert json.loads(first) == {"step": 1, "nfe": needed, "loss": 0.5} and needed < made
+    assert second == '{"step": 1}'
 
 
 @pytest.mark.parametrize("fresh", [0, 6])

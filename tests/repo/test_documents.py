@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.models.family import ModelShape
 
 
@@ -28,7 +28,7 @@ def test_the_docs_table_is_the_presets():
         assert rows["optimizer steps an iteration"][column] == (
             "1" if chunks == 1 else f"{chunks}, over {shares[chunks]} of the members each"
         )
-        totals = [made.plan.plan(made.num_steps, 0, i).nfe(12)["total"] for i in range(300)]
+        totals = [made.plan(0, i).nfe(12)["total"] for i in range(300)]
         stated = float(
             rows["forwards a prompt (G=12; mean of 300 iterations)"][column]
             .removeprefix("about ")

@@ -43,7 +43,7 @@ def test_algorithms_are_named_only_in_algorithms():
 
 
 def test_every_algorithm_is_looked_for():
-    from g2rpo.algorithms.presets import PRESETS
+    from g2rpo.algorithms.registry import PRESETS
 
     assert {name for name in PRESETS if not ALGORITHMS.search(name)} == {"g2rpo"}
 

@@ -5,7 +5,7 @@ import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from support.reward_files import loading, publish
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.evaluation.monitor import Evaluator, ImageSet
 from g2rpo.rewards import preprocess
 from g2rpo.rewards.model_reward import ModelReward, scoring
@@ -204,7 +204,7 @@ def test_images_that_their_owner_changes_are_preprocessed_anew(write):
 
 def test_a_rollout_and_its_pictures_are_as_without_the_reward_that_writes():
     policy, algorithm = GaussianPolicy(), PRESETS["g2rpo"]()
-    plan = algorithm.plan.plan(algorithm.num_steps, 0, 0)
+    plan = algorithm.plan(0, 0)
     metadata = [{"list": [1]}, {"list": [2]}]
 
     def scored(*names):

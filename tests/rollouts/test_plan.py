@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g2rpo.algorithms.flow_grpo import flow_grpo
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.rollouts.plan import Branch, Plan
-from g2rpo.rollouts.rules import EveryStep, Singular, Window
+from g2rpo.rollouts.rules import EveryStep, Ode, Singular, Window
 
 
 def paper(granularities=(1, 2, 3), tail_rule="released", num_train_steps=8) -> Plan:
@@ -38,6 +38,17 @@ def test_forwards_of_the_path_methods():
     assert mix.plan(25, 0, 0).nfe(12) == {"anchor": 1, "sde": 36, "tails": 252, "total": 289, "update": 48}
     totals = [mix.plan(25, 0, iteration).nfe(12)["total"] for iteration in range(500)]
     assert 180 < sum(totals) / 500 < 240
+
+
+def test_forwards_without_a_shared_start():
+    # DiffusionNFT, T = 10: ten evaluations for each of 24 members, nine levels trained; with guidance twice
+    ode = Ode(9).plan(10, 0, 0)
+    assert ode.nfe(24) == {"anchor": 0, "sde": 0, "tails": 240, "total": 240, "update": 216}
+    assert ode.nfe(24, 2)["total"] == 480 and ode.naive_forwards(24) == 240
+    assert ode.images_per_member == 1 and not ode.shares_rows and not ode.shares_states
+    # Noise on steps 3 and 4 of 6, own starts: each of 12 walks 0..3 and evaluates 4 (noise) and 5 (tail).
+    own = Plan(6, (Branch((3, 4), ((5, 6),)),), individual_noise=True)
+    assert own.nfe(12) == {"anchor": 48, "sde": 12, "tails": 12, "total": 72, "update": 24}
 
 
 def test_strides_with_the_same_tail_share_an_image():
@@ -97,7 +108,7 @@ def test_windows_stay_in_their_span(data, num_steps, seed):
 
 def test_the_fast_window_is_drawn_evenly_over_its_range():
     # T = 10, window 2 in steps 1..5: starts 1, 2, 3, 4, also at the first iteration
-    rule = flow_grpo(num_steps=10, window=2, window_range=[1, 6]).plan
+    rule = FlowGRPO(num_steps=10, window=2, window_range=[1, 6]).plan_rule()
     counts = Counter(rule.plan(10, 0, iteration).noise_steps[0] for iteration in range(2000))
     assert sorted(counts) == [1, 2, 3, 4]
     # chi squared with 3 degrees of freedom: above 16.3 once in a thousand
@@ -116,7 +127,7 @@ def test_the_fast_window_is_drawn_evenly_over_its_range():
 
 def test_every_rank_draws_the_same_window(monkeypatch):
     def starts():
-        rule = flow_grpo(num_steps=16, window=2).plan
+        rule = FlowGRPO(num_steps=16, window=2).plan_rule()
         return [rule.plan(16, 5, iteration).noise_steps[0] for iteration in range(40)]
 
     first = starts()
@@ -153,9 +164,8 @@ def test_train_fraction_counts_steps():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_plan_depends_on_seed_and_train_step_alone(name):
-    algorithm = PRESETS[name]()
     for iteration in (0, 1, 77):
-        plans = {PRESETS[name]().plan.plan(algorithm.num_steps, 5, iteration) for _ in range(2)}
+        plans = {PRESETS[name]().plan(5, iteration) for _ in range(2)}
         assert len(plans) == 1
 
 
@@ -179,6 +189,17 @@ def test_a_plan_depends_on_seed_and_train_step_alone(name):
         (lambda: Plan(4, (Branch((0,), ((1, 4),)), Branch((0,), ((1, 4),)))), "one branch only"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),), extra_sigmas=(0.1,)), "end at 0"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),), solver="heun"), "dpm2m"),
+        (lambda: Plan(4, (Branch((), ((0, 4),)),)), "needs individual_noise"),
+        (
+            lambda: Plan(4, (Branch((), ((0, 4),)), Branch((0,), ((1, 4),))), individual_noise=True),
+            "must be the only one",
+        ),
+        (
+            lambda: Plan(4, (Branch((), ((1, 4),)),), individual_noise=True),
+            "noise steps must rise from 0",
+        ),
+        (lambda: Plan(4, (Branch((0,), ((1, 4),)),), True, individual_noise=True), "finish_anchor needs"),
+        (lambda: Ode(5).plan(4, 0, 0), r"num_trained must be in 1\.\.4"),
         (lambda: Plan(4, (Branch((0,), ((1, 4),)),)).levels(torch.ones(4)), "4 steps"),
     ],
 )

@@ -8,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gaussian_policy import GaussianPolicy, explore_gaussian, sde_moments
+from support.methods import GRPO_METHODS
 from support.naive import naive_ode, naive_walk
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import diffusion
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.plan import SOLVERS, Branch, Plan
-from g2rpo.rollouts.rules import EveryStep, Singular, Window
+from g2rpo.rollouts.rules import EveryStep, Ode, Singular, Window
 from g2rpo.runtime.random import keyed_noise
 
 
@@ -30,7 +31,9 @@ def one_thread():
 @st.composite
 def plans(draw) -> Plan:
     num_steps = draw(st.integers(4, 12))
-    kind = draw(st.sampled_from(["singular", "every", "window", "flash", "fast", "mixed"]))
+    kind = draw(
+        st.sampled_from(["singular", "every", "window", "flash", "fast", "mixed", "ode", "own starts"])
+    )
     seed, train_step = draw(st.integers(0, 99)), draw(st.integers(0, 99))
     if kind == "singular":
         steps = draw(st.sets(st.integers(0, num_steps - 2), min_size=1, max_size=4))
@@ -38,6 +41,18 @@ def plans(draw) -> Plan:
         rule = draw(st.sampled_from(["released", "paper"]))
         plan = Singular(tuple(sorted(steps)), tuple(sorted(strides)), rule).plan(num_steps, seed, train_step)
         return replace(plan, solver=draw(st.sampled_from(SOLVERS)))
+    if kind == "ode":  # with several strides, which no method uses
+        strides = draw(st.sets(st.integers(1, 4), min_size=1, max_size=3))
+        tails = tuple((*range(0, num_steps, stride), num_steps) for stride in sorted(strides))
+        solver = draw(st.sampled_from(SOLVERS))
+        return Plan(num_steps, (Branch((), tails),), solver=solver, individual_noise=True)
+    if kind == "own starts":  # noise steps on paths that start from the members' own noise
+        start = draw(st.integers(0, num_steps - 3))
+        branches = (Branch((start, start + 1), (tuple(range(start + 2, num_steps + 1)),)),)
+        if draw(st.booleans()):
+            tail = tuple(range(start + 1, num_steps + 1))
+            branches = (Branch((start,), (tail, (start + 1, num_steps))),)
+        return Plan(num_steps, branches, solver=draw(st.sampled_from(SOLVERS)), individual_noise=True)
     if kind == "every":
         return EveryStep(draw(st.floats(0.2, 1))).plan(num_steps, seed, train_step)
     if kind == "mixed":  # no preset's: branches of two noisy steps, and an anchor that stops early
@@ -49,7 +64,7 @@ def plans(draw) -> Plan:
         )
     if kind == "fast":  # up to the last step but one, beyond what MixGRPO's windows reach
         fast = PRESETS["flow_grpo"](window=2, num_steps=num_steps, window_range=[0, num_steps - 1])
-        return fast.plan.plan(num_steps, seed, train_step)
+        return fast.plan(seed, train_step)
     width = draw(st.integers(1, num_steps - 3))
     flash = draw(st.floats(0.1, 1)) if kind == "flash" else None
     return Window(width, hold=3, flash=flash).plan(num_steps, seed, train_step)
@@ -112,20 +127,24 @@ def test_equals_one_by_one(plan, kind, batch):
             torch.testing.assert_close(samples.anchor_latents[p], image, **close)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+PLANS = {name: lambda preset=preset: preset().plan(0, 30) for name, preset in GRPO_METHODS.items()}
+PLANS["ode"] = lambda: Ode(2).plan(8, 0, 0)
+PLANS["own starts"] = lambda: replace(EveryStep().plan(8, 0, 0), individual_noise=True)
+
+
+@pytest.mark.parametrize("name", PLANS)
 def test_batches_and_neighbours_change_rounding_only(name):
-    algorithm = PRESETS[name]()
-    plan = algorithm.plan.plan(algorithm.num_steps, 0, 30)
+    plan = PLANS[name]()
     both = explore_gaussian(GaussianPolicy(), plan, rollout_batch=7)
     alone = explore_gaussian(GaussianPolicy(), plan, ("-0.25",), prompt_indices=[11], rollout_batch=1000)
     for field in ("x", "x_next", "log_prob", "latents"):
         torch.testing.assert_close(getattr(both, field)[:, 1:], getattr(alone, field), rtol=1e-5, atol=1e-5)
     larger = explore_gaussian(GaussianPolicy(), plan, group_size=5)
-    torch.testing.assert_close(larger.x_next[:, :, :3], both.x_next, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(larger.latents[:, :, :3], both.latents, rtol=1e-5, atol=1e-5)
     again = explore_gaussian(GaussianPolicy(), plan, rollout_batch=7)
     assert torch.equal(again.latents, both.latents)
     other = explore_gaussian(GaussianPolicy(), plan, iteration=4)
-    assert not torch.isclose(other.x_next, both.x_next).any(-1).all()
+    assert not torch.isclose(other.latents, both.latents).any(-1).all()
 
 
 METHODS = {
@@ -141,7 +160,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_members_have_the_moments_of_the_gaussian_answer(name):
     algorithm, train_step = METHODS[name]
-    plan = algorithm.plan.plan(algorithm.num_steps, 0, train_step)
+    plan = algorithm.plan(0, train_step)
     group_size, policy = 4000, GaussianPolicy(latent_shape=(2, 3))
     samples = explore_gaussian(
         policy,
@@ -181,7 +200,7 @@ def test_without_noise_every_image_is_the_ode_endpoint(name):
     # the exact flow of a Gaussian carries the noise z to mean + spread z
     algorithm, _ = METHODS[name]
     num_steps, policy = 400, GaussianPolicy()
-    rule = algorithm.plan
+    rule = algorithm.plan_rule()
     if isinstance(rule, Singular):
         rule = Singular((0, 200), (1, 2), rule.tail_rule)
     samples = explore_gaussian(

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
+from support.methods import GRPO_METHODS
 from torch import Tensor
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
-from g2rpo.objectives.advantages import group_advantages
+from g2rpo.objectives.advantages import advantages_of, group_advantages
 from g2rpo.objectives.grpo import clipped_surrogate
-from g2rpo.objectives.stats import invalid_share, rank_correlation, why_invalid
-from g2rpo.rollouts.rules import EveryStep, Singular
+from g2rpo.objectives.stats import invalid_share, rank_correlation, reward_metrics, why_invalid
+from g2rpo.rollouts.rules import EveryStep, Ode, Singular
 from g2rpo.rollouts.score import Rollout, score, train_mask
 
 
@@ -29,12 +30,16 @@ REWARDS = {"brightness": brightness, "distance": distance}
 
 def scored(name_or_plan, policy=None, rewards=REWARDS, **options) -> list[Rollout]:
     policy = policy or GaussianPolicy()
-    scoring = {key: options.pop(key) for key in ("metadata", "decode_batch", "keep_images") if key in options}
+    scoring = {
+        key: options.pop(key)
+        for key in ("metadata", "decode_batch", "keep_images", "keep_latents")
+        if key in options
+    }
     kind, eta = options.get("kind", "flow"), options.get("eta", 0.7)
     plan = name_or_plan
     if isinstance(plan, str):
         algorithm = PRESETS[name_or_plan]()
-        plan, kind, eta = algorithm.plan.plan(algorithm.num_steps, 0, 0), algorithm.diffusion, algorithm.eta
+        plan, kind, eta = algorithm.plan(0, 0), algorithm.diffusion, algorithm.eta
     samples = explore_gaussian(policy, plan, **(options | {"kind": kind, "eta": eta}))
     return score(policy, samples, rewards, ["0.5", "-0.25"], **scoring)
 
@@ -48,7 +53,7 @@ SHAPES = {  # K, states per step, K of the rewards, J
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", GRPO_METHODS)
 def test_one_layout_for_every_method(name):
     num_noise_steps, states, scored_steps, num_tails = SHAPES[name]
     policy = GaussianPolicy()
@@ -64,11 +69,11 @@ def test_one_layout_for_every_method(name):
         assert rollout.valid.all() and rollout.prompt_index == 10 + p
         assert (rollout.anchor_rewards is not None) == name.startswith("g2rpo")
         assert group_advantages(rollout.rewards, valid=rollout.valid).shape == (num_noise_steps, 3)
-        plan = PRESETS[name]().plan.plan(PRESETS[name]().num_steps, 0, 0)
+        plan = PRESETS[name]().plan(0, 0)
         assert rollout.nfe == {part: n for part, n in plan.nfe(3).items() if part != "update"}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", GRPO_METHODS)
 def test_first_update_has_ratio_one_and_the_group_shares_a_forward(name):
     algorithm = PRESETS[name]()
     policy = GaussianPolicy()
@@ -98,6 +103,48 @@ def test_first_update_has_ratio_one_and_the_group_shares_a_forward(name):
         results.append((loss.detach(), gradient))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_rollout_without_noise_steps():
+    policy = GaussianPolicy()
+    for p, rollout in enumerate(scored(Ode(2).plan(5, 0, 0), policy, keep_latents=True)):
+        assert rollout.x.shape == rollout.x_next.shape == (0, 3, *policy.latent_shape)
+        assert rollout.log_prob.shape == rollout.train_mask.shape == (0, 3)
+        assert rollout.step.shape == (0, 1) and rollout.velocity is None and rollout.anchor_rewards is None
+        assert rollout.rewards.shape == (2, 1, 1, 3) and rollout.rewards.std(-1).all()
+        assert rollout.valid.shape == rollout.policy_finite.shape == (1, 3) and rollout.valid.all()
+        assert rollout.latents.shape == (1, 3, *policy.latent_shape)
+        brightness_of = policy.decode(rollout.latents[0]).mean((1, 2, 3))
+        torch.testing.assert_close(rollout.rewards[0, 0, 0], brightness_of, atol=2e-3, rtol=0)  # 8 bits
+        assert rollout.nfe["total"] == 15 and rollout.prompt_index == 10 + p
+        (advantages,) = advantages_of([rollout], [1.0, 0.0])
+        assert advantages.shape == (1, 3) and advantages.any()
+        metrics = reward_metrics([rollout], ["a", "b"], [advantages], None)
+        assert metrics["invalid_fraction"] == 0 and metrics["reward_std/a"] > 0
+        sent = rollout.for_statistics()
+        assert sent.latents is None and torch.equal(sent.rewards, rollout.rewards)
+    assert scored(Ode(2).plan(5, 0, 0), policy)[0].latents is None
+    assert scored("g2rpo", policy)[0].latents is None
+
+
+@pytest.mark.parametrize("missing", ["reward", "image"])
+def test_a_member_without_noise_steps_can_be_invalid(missing):
+    class Breaks(GaussianPolicy):
+        def decode(self, latents):
+            pixels = super().decode(latents)
+            pixels[1] = torch.nan
+            return pixels
+
+    def nothing_for_second(images, prompts, metadata=None):
+        scores = brightness(images, prompts)
+        scores[1] = torch.nan
+        return scores
+
+    policy = Breaks() if missing == "image" else GaussianPolicy()
+    rewards = {"b": nothing_for_second if missing == "reward" else brightness}
+    first, second = scored(Ode(2).plan(5, 0, 0), policy, rewards)
+    assert first.valid.tolist() == [[True, False, True]] and second.valid.all()
+    assert first.policy_finite.tolist() == [[True, missing == "reward", True]]
 
 
 def test_tails_that_agree_share_image_and_score():

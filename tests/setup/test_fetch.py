@@ -17,8 +17,8 @@ from huggingface_hub.hf_api import ModelInfo
 from support.random_flux import save_random_flux
 
 from g2rpo.models.flux.family import FAMILY
-from g2rpo.rewards.registry import REWARDS
-from g2rpo.setup.fetch import REWARD_SOURCES, fetch_needs, missing_files, needs
+from g2rpo.rewards.registry import REWARDS, reward_spec
+from g2rpo.setup.fetch import fetch_needs, missing_files, needs
 
 ROOT = Path(__file__).parents[2]
 SHA = "0" * 40
@@ -204,10 +204,14 @@ def test_space_is_looked_at_before(hub, monkeypatch):
 
 
 def test_every_reward_is_accounted_for():
-    # A new reward that loads something names it in REWARD_SOURCES; these load what lies in the package.
+    # A new reward that loads something names it in its spec; these load what lies in the package.
     inside = {"tiny_clip", "tiny_preference", "verifier", "verifier_strict", "colourfulness"}
     inside |= {"geneval", "geneval_strict", "ocr"}
-    assert set(REWARDS) - inside <= set(REWARD_SOURCES)
+    for name in REWARDS:
+        spec = reward_spec(name)
+        assert bool(spec.sources) == (name not in {*inside, "unified", "http"}), name
+        assert spec.sources or ("server" if name in ("unified", "http") else "ships") in spec.origin
+    assert "ships with g2rpo or a package that it needs" in str(needs("tiny", ["verifier"])[1])
     assert "server" in str(needs("tiny", ["unified"])[1])
     with pytest.raises(ValueError, match="did you mean 'hps'"):
         needs("tiny", ["hpss"])

@@ -39,9 +39,10 @@ def naive_walk(
     """Computes the path from the initial noise through anchor, noise steps and tail to the image."""
     levels = [*sigmas.tolist(), *plan.extra_sigmas]
     cond = policy.encode([prompt])
-    x = keyed_noise(policy.latent_shape, *key, "start")[None]
+    own = (member,) if plan.individual_noise else ()
+    x = keyed_noise(policy.latent_shape, *key, "start", *own)[None]
     walk = Walk(image=x)
-    way = [*range(branch.noise_steps[-1] + 1), *positions]
+    way = [*range(branch.noise_steps[-1] + 1 if branch.noise_steps else 0), *positions]
     previous: tuple[Tensor, float] | None = None
     for position, next_position in pairwise(way):
         s, s_next = levels[position], levels[next_position]
@@ -59,7 +60,12 @@ def naive_walk(
             walk.x.append(x[0])
             walk.x_next.append(x_next[0])
             walk.log_prob.append(density.mean().item())
-        elif plan.solver == "dpm2m" and position > branch.noise_steps[-1] and s_next > 0 and previous:
+        elif (
+            plan.solver == "dpm2m"
+            and position > max(branch.noise_steps, default=-1)
+            and s_next > 0
+            and previous
+        ):
             h = math.log((1 - s_next) / s_next) - math.log((1 - s) / s)
             x0_before, s_before = previous
             # if the previous step started at pure noise, its log-SNR is -inf and the correction 0

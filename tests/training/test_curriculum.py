@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g2rpo
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.config.settings import Settings
 from g2rpo.data.prompts import Prompt
 from g2rpo.data.stream import PromptStream
-from g2rpo.rollouts.rules import EveryStep, Singular
+from g2rpo.rollouts.rules import Singular
 from g2rpo.training.curriculum import Curriculum
 
 
@@ -111,9 +111,8 @@ def test_one_image_per_path_says_nothing_about_single_steps():
     curriculum = Curriculum(stream(4))
     curriculum.observe([group(torch.rand(1, 1, 1, 3), (0, 1, 2))], [torch.ones(3, 3)], ["a"])
     assert curriculum.spread() == {}
-    assert curriculum.with_spread(EveryStep()) == EveryStep()
     for preset in PRESETS.values():
-        assert curriculum.with_spread(preset().plan) == preset().plan
+        assert preset().plan(0, 0, curriculum.spread()) == preset().plan(0, 0)
 
 
 # ---- prompts

@@ -12,7 +12,6 @@ from support.processes import run_command
 from support.small_runs import SMALL, quiet, timeless, wait_for
 
 import g2rpo
-from g2rpo.algorithms.registry import make_algorithm
 from g2rpo.config.load import load_settings
 from g2rpo.evaluation.monitor import Evaluator
 from g2rpo.run.folder import latest_checkpoint
@@ -91,7 +90,7 @@ def test_a_run_leaves_what_the_design_says(run, tmp_path):
 def test_counted_forwards_are_the_stated_ones(run):
     line = run(iterations=1).metrics[-1]
     settings = load_settings("tiny", {**SMALL, "iterations": 1})
-    plan = make_algorithm(settings.algorithm, settings.algorithm_options()).plan.plan(4, settings.seed, 0)
+    plan = settings.make_algorithm().plan(settings.seed, 0)
     assert line["nfe"] == 2 * plan.nfe(3)["total"]
     assert line["nfe_update"] == 2 * plan.nfe(3)["update"] * 3  # a forward, and a backward worth two
 

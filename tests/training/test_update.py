@@ -7,11 +7,10 @@ import pytest
 import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
 
-from g2rpo.algorithms.presets import PRESETS
+from g2rpo.algorithms.registry import PRESETS
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.flow.sde import transition, transition_log_prob
-from g2rpo.objectives.advantages import advantages_of
-from g2rpo.objectives.batch import rows_of
+from g2rpo.objectives.base import Context
 from g2rpo.rollouts.score import score
 from g2rpo.training.ema import swapped_weights
 from g2rpo.training.update import NotFinite, update
@@ -24,19 +23,23 @@ def brightness(images, prompts, metadata=None):
 
 
 def rollouts_of(algorithm, policy, rewards=None):
-    samples = explore_gaussian(
-        policy, algorithm.plan.plan(algorithm.num_steps, 0, 0), kind=algorithm.diffusion, eta=algorithm.eta
-    )
+    samples = explore_gaussian(policy, algorithm.plan(0, 0), kind=algorithm.diffusion, eta=algorithm.eta)
     return score(policy, samples, rewards or {"brightness": brightness}, PROMPTS)
+
+
+def parts_of(algorithm, rollouts, advantages):
+    """The rows of each optimizer step."""
+    context = Context(shifted_sigmas(algorithm.num_steps), algorithm.diffusion, algorithm.eta, 0, 0)
+    rows = algorithm.objective().rows(rollouts, advantages, context)
+    return rows.split(algorithm.update, rollouts[0].log_prob.shape[1])
 
 
 def updated(algorithm, policy, rollouts, advantages, **options):
     """Metrics of one update by plain gradient descent, and the gain after it."""
     optimizer = torch.optim.SGD(policy.module.parameters(), lr=1e-3)
-    rows = rows_of(rollouts, advantages)
-    sigmas = shifted_sigmas(algorithm.num_steps)
-    cond = policy.encode(PROMPTS)
-    metrics = update(policy, algorithm, rows, cond, sigmas, optimizer, max_grad_norm=1e9, **options)
+    parts, cond = parts_of(algorithm, rollouts, advantages), policy.encode(PROMPTS)
+    objective = algorithm.objective()
+    metrics = update(policy, objective, parts, cond, optimizer, max_grad_norm=1e9, **options)
     return metrics, next(policy.module.parameters()).item()
 
 
@@ -54,7 +57,7 @@ def test_a_broken_step_is_left_out(name, update_rule, what):
     if x.shape[1] > 1 or what == "the shared state":
         x[2, members] = torch.nan
     broken = replace(first, x=x, x_next=x_next, log_prob=log_prob, valid=log_prob.isfinite())
-    advantages = advantages_of([broken, *rest], algorithm, [1.0])
+    advantages = algorithm.advantages([broken, *rest], [1.0])
     metrics, gain = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
     _, wanted = updated(algorithm, GaussianPolicy(), sound, advantages)
     assert gain == pytest.approx(wanted, abs=1e-7) and gain != 1
@@ -76,10 +79,9 @@ def test_the_first_ratio_is_one_whatever_runs_without_gradient(update_rule):
     policy = Other()
     with torch.no_grad():
         rollouts = rollouts_of(algorithm, policy)
-    rows = rows_of(rollouts, advantages_of(rollouts, algorithm, [1.0]))
-    still = torch.optim.SGD(policy.module.parameters(), lr=0.0)
-    sigmas, cond = shifted_sigmas(10), policy.encode(PROMPTS)
-    metrics = update(policy, algorithm, rows, cond, sigmas, still, max_grad_norm=1e9)
+    parts = parts_of(algorithm, rollouts, algorithm.advantages(rollouts, [1.0]))
+    still, cond = torch.optim.SGD(policy.module.parameters(), lr=0.0), policy.encode(PROMPTS)
+    metrics = update(policy, algorithm.objective(), parts, cond, still, max_grad_norm=1e9)
     assert metrics["ratio_max_dev"] == 0 and metrics["rollout_ratio_dev"] > 1e-6
 
 
@@ -87,12 +89,12 @@ def test_a_negative_weight_turns_its_reward_around():
     algorithm = PRESETS["mix_grpo"]()
     assert algorithm.normalize_weights
     rollouts = rollouts_of(algorithm, GaussianPolicy())
-    up, down = (advantages_of(rollouts, algorithm, [weight])[0] for weight in (1.0, -3.0))
+    up, down = (algorithm.advantages(rollouts, [weight])[0] for weight in (1.0, -3.0))
     assert up.any() and torch.equal(up, -down)
     both = rollouts_of(
         algorithm, GaussianPolicy(), {"a": brightness, "b": lambda *a: brightness(*a).square()}
     )
-    assert advantages_of(both, algorithm, [1.0, -1.0])[0].isfinite().all()
+    assert algorithm.advantages(both, [1.0, -1.0])[0].isfinite().all()
 
 
 def test_a_gradient_that_is_no_number_says_how_many_steps_came_before(monkeypatch):
@@ -107,7 +109,7 @@ def test_a_gradient_that_is_no_number_says_how_many_steps_came_before(monkeypatc
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
     with pytest.raises(NotFinite, match="norm is nan at optimizer step 3 of 15") as caught:
-        updated(algorithm, policy, rollouts, advantages_of(rollouts, algorithm, [1.0]))
+        updated(algorithm, policy, rollouts, algorithm.advantages(rollouts, [1.0]))
     assert caught.value.steps_done == 2
 
 
@@ -130,9 +132,9 @@ def test_a_member_that_is_left_out_does_not_set_the_batchs_scale():
     algorithm = PRESETS["flow_grpo"](advantage_clip=None)
     a, b = torch.tensor([0.0, 1.0, 2.0, 1000.0]), torch.tensor([0.0, 1.0, 2.0, torch.nan])
     valid = torch.tensor([True, True, True, False])
-    left_out = advantages_of([judged(torch.stack([a, b]), valid)], algorithm, [1.0, 1.0])[0]
+    left_out = algorithm.advantages([judged(torch.stack([a, b]), valid)], [1.0, 1.0])[0]
     without = torch.stack([a, b])[:, :3]
-    wanted = advantages_of([judged(without, valid[:3])], algorithm, [1.0, 1.0])[0]
+    wanted = algorithm.advantages([judged(without, valid[:3])], [1.0, 1.0])[0]
     assert torch.equal(left_out[:, :3], wanted) and not left_out[:, 3].any() and wanted.abs().max() > 2
 
 
@@ -142,7 +144,7 @@ def test_chunks_of_members_each_have_their_optimizer_step(name):
     algorithm = replace(PRESETS[name](num_steps=10), update=2, clip_range=10.0)
     group_size = rollouts_of(algorithm, GaussianPolicy())[0].log_prob.shape[1]
     rollouts = rollouts_of(algorithm, GaussianPolicy())
-    advantages = advantages_of(rollouts, algorithm, [1.0])
+    advantages = algorithm.advantages(rollouts, [1.0])
     _, gain = updated(algorithm, GaussianPolicy(), rollouts, advantages)
 
     policy = GaussianPolicy()
@@ -188,7 +190,7 @@ def test_one_broken_state_does_not_hide_how_far_the_others_depart(update_rule):
     velocity, log_prob = first.velocity.clone(), first.log_prob.clone()
     velocity[2], log_prob[2] = torch.nan, torch.nan
     broken = replace(first, velocity=velocity, log_prob=log_prob, valid=log_prob.isfinite())
-    advantages = advantages_of([broken, *rest], algorithm, [1.0])
+    advantages = algorithm.advantages([broken, *rest], [1.0])
     metrics, _ = updated(algorithm, GaussianPolicy(), [broken, *rest], advantages)
     departures = {name: value for name, value in metrics.items() if name.startswith("velocity_dev/")}
     assert len(departures) == len(first.step)

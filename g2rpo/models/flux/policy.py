@@ -65,7 +65,8 @@ class FluxPolicy(TransformerPolicy):
         self.grid = grid
         self._img_ids = image_ids(grid).to(self.device)
         compiled = parts.options.compile_blocks and self.device.type == "cuda"
-        self._decoder = CompiledDecoder(self.vae) if compiled and self.vae.post_quant_conv is None else None
+        direct = self.vae.post_quant_conv is None
+        self._decoder = CompiledDecoder(self.vae.decoder) if compiled and direct else None
 
     def _forward(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         text, guided = cond.tensors["text"], self.module.config.guidance_embeds

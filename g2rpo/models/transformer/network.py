@@ -25,6 +25,9 @@ from g2rpo.models.transformer.weights import add_lora, check_weights, load_weigh
 from g2rpo.runtime.random import key_seed
 from g2rpo.runtime.sharding import local, shard
 
+MOST_GRAPHS = 32
+"""Largest number of graphs that torch may compile of a class of blocks."""
+
 Fill = Callable[[nn.Module], None]
 
 
@@ -166,6 +169,9 @@ def compile_blocks(architecture: Architecture, module: Any) -> None:
 
     Hooks, such as FSDP's, remain outside the graphs. Blocks of the same class share a graph.
     """
+    # Batch size 1, larger ones, masks, text lengths and 8-bit weights have graphs of their own, in two kinds
+    # (inputs of the first block are views); beyond the limit, torch would raise an error.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for block in architecture.blocks_of(module):
         block.forward = _compiled_without_grad(block.forward)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from g2rpo.flow.schedule import resolution_shift
+from g2rpo.flow.schedule import Shift, resolution_shift
 
 SCHEDULER_FILE = "scheduler_config.json"
 
 UNSUPPORTED_OPTIONS = (
-    "shift_terminal",
     "invert_sigmas",
     "use_karras_sigmas",
     "use_exponential_sigmas",
@@ -19,8 +18,10 @@ UNSUPPORTED_OPTIONS = (
 """Options of the scheduler whose sigmas are not shifted even steps."""
 
 
-def scheduler_shift(config: Mapping[str, Any], num_tokens: int) -> float:
+def scheduler_shift(config: Mapping[str, Any], num_tokens: int) -> Shift:
     """Returns the shift that the stock pipeline applies to images of `num_tokens` tokens.
+
+    With `shift_terminal` in the configuration, it is the two numbers (shift, terminal).
 
     Args:
         config: configuration of the scheduler.
@@ -37,12 +38,14 @@ def scheduler_shift(config: Mapping[str, Any], num_tokens: int) -> float:
             f"{SCHEDULER_FILE} uses {', '.join(unsupported)}, which no shift can express; give a number "
             "instead"
         )
-    if not config.get("use_dynamic_shifting", False):
-        return float(config.get("shift", 1.0))
-    return resolution_shift(
-        num_tokens,
-        base_shift=config.get("base_shift", 0.5),
-        max_shift=config.get("max_shift", 1.15),
-        base_tokens=config.get("base_image_seq_len", 256),
-        max_tokens=config.get("max_image_seq_len", 4096),
-    )
+    shift = float(config.get("shift", 1.0))
+    if config.get("use_dynamic_shifting", False):
+        shift = resolution_shift(
+            num_tokens,
+            base_shift=config.get("base_shift", 0.5),
+            max_shift=config.get("max_shift", 1.15),
+            base_tokens=config.get("base_image_seq_len", 256),
+            max_tokens=config.get("max_image_seq_len", 4096),
+        )
+    terminal = config.get("shift_terminal")
+    return (shift, float(terminal)) if terminal else shift

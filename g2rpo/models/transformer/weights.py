@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.reading import (
     Locations,
     all_finite,
@@ -147,7 +148,7 @@ def check_weights(architecture: Architecture, module: Any, path: Path) -> bool:
 
 def _locations(architecture: Architecture, module: Any, path: Path) -> Locations | None:
     """Returns where the weights at `path` contain the rows of each parameter; None: they are a LoRA."""
-    files = _files(path)
+    files = _files(architecture, path)
     given = meta_tensors_of(files)
     if not given:
         raise ValueError(f"{path} is empty: it has no tensors; fetch or export it again")
@@ -171,7 +172,7 @@ def _locations(architecture: Architecture, module: Any, path: Path) -> Locations
     return locations
 
 
-def _files(path: Path) -> dict[str, Path]:
+def _files(architecture: Architecture, path: Path) -> dict[str, Path]:
     """Returns key -> file for the weights at `path`."""
     path = weight_file(path) or path
     if path.is_dir():
@@ -183,6 +184,12 @@ def _files(path: Path) -> dict[str, Path]:
             )
         if not (folder / "config.json").is_file():
             raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
+        kind = read_json(folder / "config.json").get("_class_name", architecture.network)
+        if kind != architecture.network:
+            raise ValueError(
+                f"{path} does not fit this model: it holds a {kind}, and this model's transformer is a "
+                f"{architecture.network}; give weights of that class, or name the model they belong to"
+            )
         return weight_files(folder)
     if path.suffix == ".safetensors" and path.is_file():
         return dict.fromkeys(meta_tensors(path), path)

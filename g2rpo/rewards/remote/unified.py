@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.base import Metadata
+from g2rpo.rewards.base import Metadata, RewardSpec
 from g2rpo.rewards.remote.options import integer
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failure, Tally
@@ -267,3 +267,6 @@ def _answer_errors() -> tuple[type[Exception], ...]:
     import httpx
 
     return (httpx.HTTPStatusError, ValueError, KeyError, TypeError)
+
+
+SPEC = RewardSpec(load, origin="computed by a server, which has the weights", num_params=0)
