@@ -45,14 +45,14 @@ class Settings(BaseModel):
     # The policy.
     model: Text = "tiny"
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
-    or `random:flux-dev` (FLUX.1-dev's size with random weights and without a download, for trials)."""
+    or `random:NAME` (a model of full size with random weights and without a download, for trials)."""
     family: Text | None = None
     """A model family of your own, as module:attribute, which is imported. None = found from the model."""
     weights: Text | None = None
     """A .safetensors file of transformer weights, with diffusers' or the original names, that replace the
     base's before training. None = the base's own weights."""
     lora_rank: CountOrOff = 0
-    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory for FLUX.1."""
+    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory."""
     lora_alpha: Positive | None = None
     """Adapters are scaled by lora_alpha / lora_rank. None = twice the rank."""
     lora_targets: list[str] | None = None

@@ -115,7 +115,6 @@ def test_models_that_are_none(folder):
 
 def test_options_out_of_range_are_named(folder):
     assert "--steps" in refused(folder, "sample", "hollow", "--prompt", "a red circle", "--steps", "0")
-    assert "diffusers" in refused(folder, "export", "hollow", "--layout", "onnx")
     assert "group_size = 1" in refused(folder, "plan", "group_size=1")
     assert "--memory 0" in refused(folder, "plan", "--memory", "0")
     assert "make it a multiple" in refused(folder, "plan", "prompts_per_iteration=4", "--processes", "3")

@@ -277,7 +277,7 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
         ("model=./nowhere", ["model='./nowhere' looks like a folder, and there is none"]),
         ("model=nowhere", ["no model folder 'nowhere'", "owner/model"]),
         ("model=no/such", ["'no/such' is neither a folder here nor a hub model", "`hf auth login`"]),
-        ("resolution=18", ["resolution=18 is no multiple of 4 pixels; 16 would be"]),
+        ("resolution=18", ["resolution=18: sides must be multiples of 4 pixels, as resolution=16 would be"]),
         ("max_sequence_length=13", ["max_sequence_length=13 is outside 1..12"]),
         ("lora_rank=4 lora_targets=['attn.to_z']", ["ends in 'attn.to_z'", "attn.to_q", "ff.net.2"]),
     ],

@@ -149,6 +149,8 @@ EIGHT_BITS = (*G2RPO, "optimizer=adamw8bit", "lora_rank=128", 'lora_targets=["at
 UNVARIED = {
     "out": "the run folder: each case has its own",
     "cache": "the embedding cache: each case has its own",
+    "family": "a custom model family: its code is no part of either checkout",
+    "negative_prompt": "a setting that BASE lacks; its default is the empty prompt of BASE",
 }
 # Values that only lead to a refusal on a machine without a GPU.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
