@@ -96,8 +96,8 @@ class Settings(BaseModel):
 
     # The algorithm. Its options are declared in algorithms/, one file per method.
     algorithm: Text = "g2rpo"
-    """Method: g2rpo, g2rpo_single, flow_grpo, dance_grpo or mix_grpo, or `module:attribute` for your own
-    class of options."""
+    """Method: g2rpo, g2rpo_single, flow_grpo, dance_grpo, mix_grpo or nft, or `module:attribute` for your
+    own class of options."""
     algorithm_options: dict[str, Any] = Field({}, validate_default=True)
     """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml has those
     of your own class in this table, because only the class knows which they are."""

@@ -19,6 +19,7 @@ from itertools import combinations
 from typing import Any
 
 from g2rpo.algorithms.base import coarse_tails_warning
+from g2rpo.config.checks import check_tails
 from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import (
@@ -44,7 +45,10 @@ class Costs:
 
     Attributes:
         shape: sizes and FLOPs of the model.
-        forwards: part -> mean number per iteration, over all processes: anchor, sde, tails, total, update.
+        forwards: part -> mean number per iteration, over all processes: anchor, sde, tails, total, and
+            update, its rows.
+        update_forwards: of the update, part -> mean number per iteration, over all processes: policy
+            (with backward), snapshot, reference, behaviour; those that the objective does not need are 0.
         images: images decoded and scored per iteration, over all processes; identical ones count once.
         eval_forwards: forwards of all evaluations, sample grids and the before/after comparison.
         trained_params: number of trained parameters.
@@ -63,6 +67,7 @@ class Costs:
 
     shape: FluxShape
     forwards: dict[str, float]
+    update_forwards: dict[str, float]
     images: float
     eval_forwards: int
     trained_params: int
@@ -122,6 +127,7 @@ def plan_costs(
         lora_targets=settings.lora_targets,
     )
     algorithm = settings.make_algorithm()
+    check_tails(settings, algorithm.objective())
     plans = run_plans(settings, algorithm)
     trained = trained_params(settings, shape)
     notes: tuple[str, ...] = ()
@@ -135,6 +141,14 @@ def plan_costs(
     images = groups * sum(per_group) / n
     size, recomputed = settings.group_size, settings.gradient_checkpointing
     passes = [algorithm.forwards_per_row(plan, size, recomputed) for plan in plans]
+    rows = [
+        (algorithm.evaluations_per_row(plan, size), c["update"])
+        for plan, c in zip(plans, counts, strict=True)
+    ]
+    update_forwards = {
+        part: groups * sum(getattr(row, part) * count for row, count in rows) / n
+        for part in ("policy", "snapshot", "reference", "behaviour")
+    }
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
     eval_images = _evaluation_images(settings, num_prompts)
     eval_forwards = networks * eval_images * settings.eval_num_steps
@@ -168,6 +182,7 @@ def plan_costs(
     return Costs(
         shape=shape,
         forwards=forwards,
+        update_forwards=update_forwards,
         images=images,
         eval_forwards=eval_forwards,
         trained_params=trained,
@@ -212,9 +227,12 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
         ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP per image"),
     ]
-    for part, count in costs.forwards.items():
-        item = {"total": "rollout, all", "update": "update (with backward)"}.get(part, f"rollout, {part}")
-        table.append(("forwards per iteration", item, f"{count:,.0f}"))
+    for part in ("anchor", "sde", "tails", "total"):
+        item = f"rollout, {'all' if part == 'total' else part}"
+        table.append(("forwards per iteration", item, f"{costs.forwards[part]:,.0f}"))
+    for part, count in costs.update_forwards.items():
+        item = "update (with backward)" if part == "policy" else f"update, {part}"
+        table += [("forwards per iteration", item, f"{count:,.0f}")] if count else []
     table += [
         ("images per iteration", "decoded and scored", f"{costs.images:,.0f}"),
         ("forwards per run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
@@ -290,7 +308,8 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
 def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
     master = 8 if settings.precision == "float64" else 4
     moments = 2 * master  # moments in 8 bits are counted in full, too
-    checkpoint = trained * (master + moments + (master if settings.ema_decay else 0))
+    copies = bool(settings.ema_decay) + (settings.make_algorithm().objective().lag is not None)
+    checkpoint = trained * (master + moments + master * copies)
     evaluated = settings.eval_every if settings.keep_best is not None else 0  # each may be the best so far
     written = settings.iterations // math.gcd(settings.checkpoint_every, evaluated)
     kept = min(settings.keep_last, max(written, 1))

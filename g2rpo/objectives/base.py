@@ -135,6 +135,10 @@ class RowForwards:
     reference: int = 0
     behaviour: int = 0
 
+    def times(self, count: int) -> RowForwards:
+        """Returns the forwards of a row that is evaluated so many times."""
+        return RowForwards(*(count * getattr(self, field.name) for field in fields(self)))
+
     def total(self, recomputed: bool = False) -> int:
         """Returns the sum, in forwards.
 

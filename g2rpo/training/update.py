@@ -59,12 +59,22 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
         return without_adapters
     parameters = dict(module.named_parameters())
     first = {name: p.detach().clone() for name, p in parameters.items()}
+    return velocity_with(policy, parameters, first)
 
-    def with_first_weights(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        with swapped_weights(parameters, first):
+
+def velocity_with(policy: Policy, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Velocity:
+    """The velocity of the policy with other weights, which are copied into it for each call.
+
+    Args:
+        parameters: name -> parameter of the policy.
+        values: name -> its value in the calls; may change between them.
+    """
+
+    def velocity(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        with swapped_weights(parameters, values):
             return policy.velocity(x, sigma, cond)
 
-    return with_first_weights
+    return velocity
 
 
 def update(
