@@ -21,6 +21,7 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import G2RPO
 from g2rpo.data.prompts import read_prompts
 from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Exploration, explore
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = resolve_device(given.device)
-    policy = load_policy("tiny", device=device, precision="bfloat16", tails_precision="float8")
+    policy = load_policy("tiny", PolicyOptions(precision="bfloat16", tails_precision="float8"), device=device)
     rewards = load_rewards(list(REWARDS), device)
     algorithm = G2RPO()
     plan, sigmas = algorithm.plan(0, 0), shifted_sigmas(16, 3.0)

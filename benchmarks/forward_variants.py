@@ -31,8 +31,8 @@ from rollout_vs_released import matmul_ceiling, num_graphs, wait
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import load_policy
+from g2rpo.models.options import PolicyOptions, as_resolution
+from g2rpo.models.registry import load_policy, model_shape
 from g2rpo.runtime.processes import resolve_device
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -93,7 +93,10 @@ def main() -> None:
     given = parser.parse_args()
     device = resolve_device(given.device)
     ceiling = matmul_ceiling(device)
-    tflop = flux_shape(given.model, resolution=given.resolution).forward_flops / 1e12
+    tflop = (
+        model_shape(given.model, PolicyOptions(resolution=as_resolution(given.resolution))).forward_flops
+        / 1e12
+    )
     results: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -113,11 +116,13 @@ def main() -> None:
             torch._dynamo.reset()  # graphs hold the attention kernel that they were made with
             policy = load_policy(
                 given.model,
+                PolicyOptions(
+                    resolution=as_resolution(given.resolution),
+                    precision="bfloat16",
+                    compile_blocks=device.type == "cuda",
+                    **VARIANTS[name],
+                ),
                 device=device,
-                resolution=given.resolution,
-                precision="bfloat16",
-                compiled=device.type == "cuda",
-                **VARIANTS[name],
             )
             if device.type == "cuda":
                 torch.backends.cuda.preferred_blas_library("cublaslt" if "cuBLASLt" in name else "cublas")
@@ -190,7 +195,7 @@ def time_sustained(
     x = torch.randn(number, *policy.latent_shape, device=device)
     sigma = torch.linspace(1.0, 0.2, number, device=device)
     width = policy.module.config.num_attention_heads * policy.module.config.attention_head_dim
-    rows = number * (policy.latent_shape[0] + cond.text.shape[1])
+    rows = number * (policy.latent_shape[0] + cond.tensors["text"].shape[1])
 
     def product(m: int, k: int, n: int) -> tuple[Callable[[], Any], float]:
         a, b = (torch.randn(*size, device=device, dtype=torch.bfloat16) for size in ((m, k), (k, n)))

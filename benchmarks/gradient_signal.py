@@ -47,8 +47,8 @@ from g2rpo.algorithms.base import Algorithm
 from g2rpo.data.prompts import Prompt, read_prompts
 from g2rpo.flow.group_noise import group_noise, orthogonal
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.policy import Conditioning
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.policy import Conditioning, Policy, trained_parameters
 from g2rpo.models.registry import load_policy
 from g2rpo.objectives.base import Context
 from g2rpo.rewards.registry import load_rewards
@@ -81,7 +81,7 @@ class Captured(torch.optim.Optimizer):
 class Bench:
     """Objects shared by all arms: policy, rewards, and P prompts with one initial noise each."""
 
-    policy: FluxPolicy
+    policy: Policy
     rewards: dict[str, Any]
     texts: list[str]
     metadata: list[Any]
@@ -286,7 +286,7 @@ def main() -> None:
     arms = {name: arm for name, arm in all_arms.items() if name in wanted}
     torch.set_float32_matmul_precision("high")  # TF32: its rounding is far below the noise
     device = resolve_device(given.device)
-    policy = load_policy("tiny", device=device, guidance=given.guidance)
+    policy = load_policy("tiny", PolicyOptions(guidance=given.guidance), device=device)
     texts = [prompt.text for prompt in prompts]
     shape, seed = policy.latent_shape, given.first
     start = torch.stack([keyed_noise(shape, seed, 0, p, "start") for p in range(len(texts))])
@@ -298,7 +298,7 @@ def main() -> None:
         policy.encode(texts),
         start.to(device),
         shifted_sigmas(T, SHIFT),
-        Captured([p for p in policy.module.parameters() if p.requires_grad], {}),
+        Captured(list(trained_parameters(policy).values()), {}),
         given.batch,
         seed,
         given.prompts,

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from g2rpo.algorithms.g2rpo import G2RPO
 from g2rpo.flow.schedule import shifted_sigmas, tail
 from g2rpo.flow.sde import transition
-from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import load_policy
+from g2rpo.models.options import PolicyOptions, as_resolution
+from g2rpo.models.registry import load_policy, model_shape
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.score import score
@@ -68,7 +68,10 @@ def main() -> None:
         "gpus": world_size(),
         "torch": torch.__version__,
         "settings": vars(given) | {"out": str(given.out)},
-        "forward_tflop": flux_shape(given.model, resolution=given.resolution).forward_flops / 1e12,
+        "forward_tflop": model_shape(
+            given.model, PolicyOptions(resolution=as_resolution(given.resolution))
+        ).forward_flops
+        / 1e12,
         "ceiling_tflops": matmul_ceiling(device),
     }
     say(f"{results['gpus']} x {results['machine']}, bf16 matmul {results['ceiling_tflops']:.0f} TFLOP/s")
@@ -176,13 +179,13 @@ def figures_of(
 @torch.no_grad()
 def released(given: argparse.Namespace, device: torch.device, results: dict[str, Any]) -> dict[str, Any]:
     """Measures a part of the released procedure and scales it by the number of evaluations."""
-    policy = load_policy(
-        given.model, device=device, resolution=given.resolution, precision="bfloat16", lora_rank=1
-    )
+    options = PolicyOptions(resolution=as_resolution(given.resolution), precision="bfloat16", lora_rank=1)
+    policy: Any = load_policy(given.model, options, device=device)
     vae, shape, decode, encode = policy.vae, policy.latent_shape, policy.decode, policy.encode
     cond = encode([f"prompt {rank()}"])
     ids = policy._img_ids
     config = dict(policy.module.config)
+    policy.modules.clear()
     del policy.module
     gc.collect()
     vae.enable_tiling()
@@ -196,11 +199,11 @@ def released(given: argparse.Namespace, device: torch.device, results: dict[str,
         with torch.autocast(device.type, torch.bfloat16):
             return network(
                 hidden_states=x,
-                encoder_hidden_states=cond.text,
-                pooled_projections=cond.pooled,
+                encoder_hidden_states=cond.tensors["text"],
+                pooled_projections=cond.tensors["pooled"],
                 timestep=(1000 * sigma).trunc() / 1000,
                 img_ids=ids,
-                txt_ids=ids.new_zeros(cond.text.shape[1], 3),
+                txt_ids=ids.new_zeros(cond.tensors["text"].shape[1], 3),
                 guidance=x.new_full((1,), GUIDANCE),
                 return_dict=False,
             )[0].float()
@@ -317,11 +320,13 @@ def ours(
     began = time.perf_counter()
     policy = load_policy(
         given.model,
+        PolicyOptions(
+            resolution=as_resolution(given.resolution),
+            precision="bfloat16",
+            compile_blocks=True,
+            tails_precision="float8" if low else "compute",
+        ),
         device=device,
-        resolution=given.resolution,
-        precision="bfloat16",
-        compiled=True,
-        tails_precision="float8" if low else "compute",
         mesh=sharding_mesh(device),
     )
     cond = policy.encode([f"prompt {rank()}"])

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.policy import Conditioning
-from g2rpo.models.tiny import tiny_folder
+from g2rpo.models.policy import Conditioning, root_module
+from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 
 PROMPT = "two red circles above a blue star on a white background"
@@ -47,7 +46,7 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     device = torch.device(given.device)
-    policy = FluxPolicy.load(tiny_folder()[0], device=device)
+    policy = load_policy("tiny", device=device)
     sigmas = shifted_sigmas(NUM_STEPS, 3.0).to(device)
 
     def rows(num: int) -> tuple[torch.Tensor, Conditioning]:
@@ -89,7 +88,7 @@ def main() -> None:
             16,
         )
 
-    optimizer = torch.optim.AdamW(policy.module.parameters(), lr=0.0, fused=True)
+    optimizer = torch.optim.AdamW(root_module(policy).parameters(), lr=0.0, fused=True)
     batch, text = rows(4)
 
     def train() -> None:

@@ -16,8 +16,9 @@ from g2rpo.data.prompts import read_prompts
 from g2rpo.evaluation.before_after import changes_of, markdown
 from g2rpo.inference.open import open_policy
 from g2rpo.inference.sample import sample_images
-from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.tiny import assets
+from g2rpo.models.transformer.export import transformer_of
+from g2rpo.models.transformer.weights import LORA_FILE
 from g2rpo.rewards.registry import load_rewards
 
 NAMES = ("tiny_preference", "tiny_clip", "verifier", "verifier_strict")
@@ -49,7 +50,7 @@ def main() -> None:
     base = open_policy("tiny")
     tuned = open_policy(given.tuned, base="tiny")
     folder = assets() / f"tiny_flux_{given.name}"
-    adapters = low_rank(base.module, tuned.module, given.rank)
+    adapters = low_rank(transformer_of(base), transformer_of(tuned), given.rank)
     FluxLoraLoaderMixin.save_lora_weights(folder, transformer_lora_layers=adapters, weight_name=LORA_FILE)
     print(f"{folder / LORA_FILE}: {(folder / LORA_FILE).stat().st_size / 1e6:.2f} MB")
 

@@ -13,6 +13,7 @@ import torch
 
 from g2rpo.data.prompts import read_prompts
 from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import load_policy
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.random import keyed_noise
@@ -34,7 +35,7 @@ def main() -> None:
     texts = [prompt.text for prompt in read_prompts("world:heldout")[0][: given.prompts]]
     sigmas = shifted_sigmas(given.steps, given.shift).to(device)
     for name in given.models:
-        policy = load_policy(name, device=device, guidance=given.guidance)
+        policy = load_policy(name, PolicyOptions(guidance=given.guidance), device=device)
         cond = policy.encode(texts)
         noise = [keyed_noise(policy.latent_shape, 0, 0, p, "start") for p in range(len(texts))]
         x, sizes = torch.stack(noise).to(device), []

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class DanceGRPO(GRPO):
     """DanceGRPO (arXiv:2505.07818): noise on every step, a random share of the steps trained per member.
 
-    As in its FLUX script, each iteration takes three optimizer steps, over four of twelve members each.
+    As in its released image script, each iteration takes three optimizer steps, over four of twelve members
+    each.
     """
 
     train_fraction: Fraction = 0.6

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class MixGRPO(GRPO):
     """MixGRPO (arXiv:2507.21802): noise only inside a window that slides during training.
 
-    As in its FLUX script, each iteration takes four optimizer steps, over three of twelve members each, and
-    the weights of the rewards are divided by their sum (here by the sum of their absolute values).
+    As in its released image script, each iteration takes four optimizer steps, over three of twelve members
+    each, and the weights of the rewards are divided by their sum (here by that of their absolute values).
     """
 
     window: Count = 4

@@ -23,6 +23,14 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe, such as lr=1e-5."),
 ]
 
+Family = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:ATTRIBUTE",
+        help="Model family of your own, which is imported, such as my_family:FAMILY.",
+    ),
+]
+
 RewardOptions = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME.KEY=VALUE", help="Option of a reward. Repeat it for several options."),

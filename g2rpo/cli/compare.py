@@ -63,11 +63,11 @@ def compare(
 
     \b
     Examples:
-      g2rpo compare --arm g2rpo=tiny --arm 'dance=tiny algorithm=dance_grpo eta=0.3 train_steps=none
-        granularities=none' --seeds 0,1,2 iterations=40 eval_every=10 --jobs 2 --out compared/dance
+      g2rpo compare --arm g2rpo=tiny --arm 'mine=tiny algorithm=my_file:MyMethod' --seeds 0,1,2
+        iterations=40 eval_every=10 --jobs 2 --out compared/methods
       g2rpo compare tiny --vary lr=1e-5,3e-5 --vary eta=0.5,0.7 --seeds 0,1 --out compared/search
-      g2rpo compare --run g2rpo=runs/a --run g2rpo=runs/b --run dance=runs/c --out compared/mine
-      g2rpo compare --report-only --out compared/dance
+      g2rpo compare --run g2rpo=runs/a --run g2rpo=runs/b --run mine=runs/c --out compared/runs
+      g2rpo compare --report-only --out compared/methods
     """
     from g2rpo.comparison.arms import read_arms, read_seeds
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,29 @@ def quiet_other_packages() -> None:
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.disable_progress_bar()
     enable_progress_bars()  # transformers disables the hub's bars too; a download of 24 GB needs one
+
+
+def search_current_folder() -> None:
+    """Adds the current folder to the search path of modules, so that my_file:name finds ./my_file.py.
+
+    `python -m g2rpo` does the same.
+    """
+    sys.path.append(os.getcwd())
+
+
+def resolution_of(text: str | None) -> int | list[int] | None:
+    """Converts the option --resolution, such as 720 or 512x768 (height x width), as settings store it.
+
+    Raises:
+        ValueError: the text is no such size.
+    """
+    from g2rpo.models.options import as_resolution, plain_resolution
+
+    try:
+        size = as_resolution(text)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
+    return None if size is None else plain_resolution(size)
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str] = ()) -> None:

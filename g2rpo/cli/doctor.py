@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from g2rpo.cli.arguments import Family
 from g2rpo.cli.console import (
     print_table,
     quiet_other_packages,
@@ -20,6 +23,7 @@ def doctor(
         typer.Option(metavar="PATH", help="Check the files of this model or LoRA instead of the machine."),
     ] = None,
     base: Annotated[str | None, typer.Option(help="Base model of the weights that --verify checks.")] = None,
+    family: Family = None,
 ) -> None:
     """Check this machine, and say which features lack what.
 
@@ -28,17 +32,18 @@ def doctor(
     \b
     Examples:
       g2rpo doctor
-      g2rpo doctor --verify tuned/lora.safetensors --base black-forest-labs/FLUX.1-dev
+      g2rpo doctor --verify tuned/lora.safetensors --base owner/model
     """
-    if base is not None and verify is None:
+    if verify is None and (base is not None or family is not None):
         raise ValueError(
-            "--base is the base model of the weights in --verify PATH; give both options, or neither"
+            "--base and --family belong to the weights in --verify PATH; give that option too, or neither"
         )
     if verify is not None:
         quiet_other_packages()
+        sys.path.append(os.getcwd())  # so that my_family:FAMILY finds ./my_family.py
         from g2rpo.setup.verify import verify as verify_weights
 
-        findings = verify_weights(verify, base)
+        findings = verify_weights(verify, base, family)
     else:
         from g2rpo.setup.doctor import report
 

@@ -36,8 +36,14 @@ Guidance = Annotated[
     float | None, typer.Option(min=0, help="Guidance scale of all models. Default: the first model's.")
 ]
 Resolution = Annotated[
-    int | None, typer.Option(help="Side of all images in pixels. Default: the first model's.")
+    str | None,
+    typer.Option(
+        metavar="SIDE|HxW",
+        help="Side of all images in pixels, or height and width, such as 512x768. Default: the first "
+        "model's.",
+    ),
 ]
+Family = arguments.Family
 Base = Annotated[str | None, typer.Option(help="Base model of LoRAs and of weights without a config.")]
 Device = Annotated[arguments.Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")]
 Precision = Annotated[

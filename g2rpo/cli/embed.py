@@ -8,6 +8,7 @@ from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
     quiet_other_packages,
     recipe_and_overrides,
+    search_current_folder,
 )
 
 
@@ -27,6 +28,7 @@ def embed(recipe: Recipe = None, overrides: Overrides = None) -> None:
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     quiet_other_packages()
+    search_current_folder()
     from g2rpo.training.embed import embed_run
 
     if embed_run(settings).interrupted:

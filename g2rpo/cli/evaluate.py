@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from g2rpo.cli.arguments import RewardOptions
-from g2rpo.cli.console import print_table
+from g2rpo.cli.console import print_table, resolution_of, search_current_folder
 from g2rpo.cli.drawing import (
     Base,
     Batch,
     Device,
+    Family,
     FirstShare,
     Guidance,
     Labels,
@@ -46,6 +45,7 @@ def evaluate(
     guidance: Guidance = None,
     resolution: Resolution = None,
     base: Base = None,
+    family: Family = None,
     device: Device = "auto",
     precision: Precision = None,
     batch: Batch = 16,
@@ -64,8 +64,8 @@ def evaluate(
     \b
     Examples:
       g2rpo evaluate tiny tiny@g2rpo --prompts world:heldout --limit 64 --rewards tiny_clip,verifier
-      g2rpo evaluate black-forest-labs/FLUX.1-dev runs/flux --prompts prompts.txt --rewards hps,clip \\
-        --steps 10,20,50 --labels FLUX.1-dev,G2RPO --out evaluations/flux
+      g2rpo evaluate owner/model runs/a --prompts prompts.txt --rewards hps,clip \\
+        --steps 10,20,50 --labels base,G2RPO --out evaluations/a
       torchrun --nproc-per-node 8 -m g2rpo evaluate runs/a runs/b --prompts prompts.txt --rewards hps
     """
     drawing = drawing_of(
@@ -78,13 +78,14 @@ def evaluate(
         num_images=num_images,
         seed=seed,
         base=base,
+        family=family,
         device=device,
         batch=batch,
         then=then,
         first_share=first_share,
-        conditions={"guidance": guidance, "resolution": resolution, "precision": precision},
+        conditions={"guidance": guidance, "resolution": resolution_of(resolution), "precision": precision},
     )
-    sys.path.append(os.getcwd())
+    search_current_folder()
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models
     from g2rpo.evaluation.tables import notes, split
     from g2rpo.runtime.processes import is_first_process

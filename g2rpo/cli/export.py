@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from g2rpo.cli.arguments import Family
 from g2rpo.cli.console import (
     quiet_other_packages,
+    search_current_folder,
     writable_folder,
 )
 
@@ -21,13 +23,14 @@ def export(
         Path | None, typer.Option(help="Output folder. Default: RUN/export or RUN/export_best.")
     ] = None,
     layout: Annotated[
-        Literal["auto", "diffusers", "lora", "single_file", "comfyui"],
+        str,
         typer.Option(
-            help="Layout: `diffusers` is a complete FluxPipeline, `lora` only the adapters, `auto` what the "
+            help="Layout: `diffusers` is a complete pipeline, `lora` only the adapters, `auto` what the "
             "run trained. `single_file` (the transformer) and `comfyui` (the adapters) are one file with the "
-            "tensor names of the original FLUX.1 release."
+            "tensor names of the model's original release."
         ),
     ] = "auto",
+    family: Family = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         typer.Option(
@@ -44,6 +47,7 @@ def export(
     """
     out = None if out is None else writable_folder(out, "--out")
     quiet_other_packages()
+    search_current_folder()
     from g2rpo.exporters.export import export_run
 
-    print(export_run(run, out, kind=layout, dtype=dtype))
+    print(export_run(run, out, kind=layout, dtype=dtype, family=family))

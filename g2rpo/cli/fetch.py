@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from g2rpo.cli.arguments import Overrides, Recipe
-from g2rpo.cli.console import (
-    quiet_other_packages,
-    recipe_and_overrides,
-)
+from g2rpo.cli.console import recipe_and_overrides
 
 
 def fetch(
@@ -27,15 +26,16 @@ def fetch(
     \b
     Examples:
       g2rpo fetch my.toml --dry-run
-      g2rpo fetch my.toml model=black-forest-labs/FLUX.1-dev
+      g2rpo fetch my.toml model=owner/model
     """
     from g2rpo.config.load import load_settings
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
-    quiet_other_packages()
+    sys.path.append(os.getcwd())  # so that a reward or a family of one's own is found there
     from g2rpo.setup.fetch import fetch_needs, needs
 
-    required = needs(settings.model, [*settings.rewards, *settings.eval_rewards], settings.reward_options)
+    rewards = [*settings.rewards, *settings.eval_rewards]
+    required = needs(settings.model, rewards, settings.reward_options, family=settings.family)
     print(*required, sep="\n")
     if not dry_run:
         fetch_needs(required)

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from g2rpo.cli.console import resolution_of, search_current_folder
 from g2rpo.cli.drawing import (
     Base,
     Batch,
     Device,
+    Family,
     FirstShare,
     Guidance,
     Labels,
@@ -40,6 +42,7 @@ def gallery(
     guidance: Guidance = None,
     resolution: Resolution = None,
     base: Base = None,
+    family: Family = None,
     device: Device = "auto",
     precision: Precision = None,
     batch: Batch = 16,
@@ -54,7 +57,7 @@ def gallery(
     \b
     Examples:
       g2rpo gallery tiny tiny@g2rpo --prompts world:heldout --limit 6
-      g2rpo gallery black-forest-labs/FLUX.1-dev runs/a runs/b --labels base,A,B \\
+      g2rpo gallery owner/model runs/a runs/b --labels base,A,B \\
         --prompt "a cat" --prompt "a dog" --shift pipeline
     """
     drawing = drawing_of(
@@ -67,12 +70,14 @@ def gallery(
         num_images=1,
         seed=seed,
         base=base,
+        family=family,
         device=device,
         batch=batch,
         then=then,
         first_share=first_share,
-        conditions={"guidance": guidance, "resolution": resolution, "precision": precision},
+        conditions={"guidance": guidance, "resolution": resolution_of(resolution), "precision": precision},
     )
+    search_current_folder()
     from g2rpo.evaluation.gallery import gallery as draw_gallery
     from g2rpo.runtime.processes import is_first_process
 

@@ -46,7 +46,7 @@ def plan(
     Examples:
       g2rpo plan
       g2rpo plan tiny_gpu group_size=24 --measure
-      g2rpo plan flux_hps prompts=world:train --processes 16 --memory 80 --gpu H100
+      g2rpo plan my.toml prompts=world:train --processes 16 --memory 80 --gpu H100
       g2rpo plan my.toml --processes 8 --memory 80 --seconds-per-forward 0.35
     """
     from g2rpo.config.load import load_settings
@@ -56,10 +56,12 @@ def plan(
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    quiet_other_packages()
-    sys.path.append(os.getcwd())  # as in `train`: --measure loads the rewards
+    if measure:
+        quiet_other_packages()  # without --measure no model is loaded, and neither are these packages
+    sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
+    from g2rpo.training.run_prompts import RunPrompts
 
     costs = plan_here(
         settings,
@@ -68,6 +70,7 @@ def plan(
         measured=measure,
         gpu=gpu,
         memory_gb=memory,
+        num_texts=len(RunPrompts.of(settings).texts),
     )
     print_table(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
     for note in costs.notes:

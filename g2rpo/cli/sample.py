@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from g2rpo.cli.arguments import Device, Precision
+from g2rpo.cli.arguments import Device, Family, Precision
 from g2rpo.cli.console import (
     positive_number,
     prompt_texts,
     quiet_other_packages,
+    resolution_of,
+    search_current_folder,
     writable_folder,
 )
 
@@ -54,11 +56,16 @@ def sample(
         typer.Option(min=0, help="Guidance scale. Default: that of the run or export, otherwise 3.5."),
     ] = None,
     resolution: Annotated[
-        int | None, typer.Option(help="Side of an image in pixels. Default: the model's.")
+        str | None,
+        typer.Option(
+            metavar="SIDE|HxW",
+            help="Side of an image in pixels, or height and width, such as 512x768. Default: the model's.",
+        ),
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="Base model of a LoRA or of weights without a config.")
     ] = None,
+    family: Family = None,
     device: Annotated[Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")] = "auto",
     precision: Annotated[
         Precision | None,
@@ -73,7 +80,7 @@ def sample(
       g2rpo sample tiny@g2rpo --compare tiny
       g2rpo sample tiny --prompt "two red circles above a blue star"
       g2rpo sample runs/tiny --compare tiny --prompts world:demo --out before_after
-      g2rpo sample runs/flux --steps 50 --first-steps 30 --then black-forest-labs/FLUX.1-dev \\
+      g2rpo sample runs/a --steps 50 --first-steps 30 --then owner/model \\
         --shift pipeline --prompt "a cat"
     """
     if not prompt and prompts is None and model.partition("@")[0] == "tiny":  # a first look without arguments
@@ -81,7 +88,9 @@ def sample(
     texts = prompt_texts(prompt or [], prompts)[:limit]
     number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     folder = writable_folder(out, "--out")
+    size = resolution_of(resolution)
     quiet_other_packages()
+    search_current_folder()
     from g2rpo.data.prompts import Prompt
     from g2rpo.inference.sample import SampleRequest, sample_to_folder, share_of_first
 
@@ -91,8 +100,9 @@ def sample(
         num_images=num_images,
         seed=seed,
         shift=number,
-        conditions={"precision": precision, "guidance": guidance, "resolution": resolution},
+        conditions={"precision": precision, "guidance": guidance, "resolution": size},
         base=base,
+        family=family,
         device=device,
         batch=batch,
         then=then,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from g2rpo.config.load import Settings, load_settings, read_settings
-from g2rpo.config.recipe import DEFAULT_RECIPE, parse_value
+from g2rpo.config.recipe import DEFAULT_RECIPE, parse_value, toml_value
 
 NAME = re.compile(r"\w[\w.+-]*")
 # Settings that `compare` itself decides: the seed, the folder, and that every run is trained to its end.
@@ -54,6 +55,21 @@ class Arm:
             raise ValueError(f"arm {self.name}: {error}") from error
 
 
+def arm_of(name: str, recipe: str, overrides: Mapping[str, Any]) -> Arm:
+    """Returns an arm from values instead of text.
+
+    Args:
+        name: name of the arm.
+        recipe: name or path.
+        overrides: setting -> value; None is the setting's default.
+    """
+    words = []
+    for key, value in overrides.items():
+        text = str(value) if isinstance(value, Path) else value
+        words.append(f"{key}={'none' if text is None else toml_value(text)}")
+    return Arm(name, recipe, tuple(words))
+
+
 def _quoted(path: Path) -> str:
     """Quotes a path that TOML would read as another type, such as `1e5`."""
     text = str(path)
@@ -92,7 +108,7 @@ def read_arm(text: str) -> Arm:
     name, equals, recipe = (words[0] if words else "").partition("=")
     if not equals or not recipe or not NAME.fullmatch(name):
         raise ValueError(
-            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'dance=tiny algorithm=dance_grpo'; a "
+            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'calm=tiny eta=0.3'; a "
             "name has letters, digits, and . + - _ after the first"
         )
     return Arm(name, str(parse_value(recipe)), tuple(_bare(word) for word in words[1:]))

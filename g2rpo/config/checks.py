@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,28 @@ def check_evaluation(settings: Settings) -> None:
         raise ValueError(f"keep_best={settings.keep_best!r} needs evaluations: set eval_every, or none")
 
 
+def check_groupwise(settings: Settings, groupwise: Collection[str]) -> None:
+    """Groupwise rewards train only: the images of an evaluation belong to no group.
+
+    Args:
+        groupwise: those rewards of the run that are groupwise; to know them, their modules are imported.
+
+    Raises:
+        ValueError: such a reward is in eval_rewards or keep_best, or no reward remains for the evaluations.
+    """
+    for key, names in (("eval_rewards", settings.eval_rewards), ("keep_best", [settings.keep_best])):
+        if wrong := [name for name in names if name in groupwise]:
+            raise ValueError(
+                f"{key}: {wrong[0]!r} is groupwise: it compares the images of one group of the rollout, and "
+                f"evaluation images belong to no group. Use it in rewards, and a pointwise reward in {key}"
+            )
+    if settings.eval_every and not {*settings.rewards, *settings.eval_rewards} - {*groupwise}:
+        raise ValueError(
+            f"eval_every={settings.eval_every} would evaluate nothing: all rewards are groupwise, and "
+            "evaluation images belong to no group; name a pointwise one in eval_rewards, or set eval_every=0"
+        )
+
+
 def check_adapters(settings: Settings) -> None:
     """Options of adapters need adapters."""
     if settings.lora_rank:
@@ -52,11 +75,7 @@ def check_adapters(settings: Settings) -> None:
 
 
 def check_precision(settings: Settings) -> None:
-    """Eight bits need what computes in them."""
-    if settings.tails_precision == "float8":
-        from g2rpo.models.loading.low_precision import check_float8  # needs torch: only where it is used
-
-        check_float8(settings.precision, settings.base_dtype)
+    """Moments in eight bits need what computes in them."""
     if settings.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
         raise ValueError("optimizer=adamw8bit needs torchao, which is not installed: pip install torchao")
 

@@ -6,6 +6,7 @@ arguments to them.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -29,6 +30,16 @@ from g2rpo.algorithms.registry import (
 )
 from g2rpo.config import checks
 from g2rpo.config.recipe import to_toml
+from g2rpo.models.options import (
+    OPTION_NAMES,
+    BaseDtype,
+    PolicyOptions,
+    Precision,
+    SigmaRounding,
+    TailsPrecision,
+    as_resolution,
+    plain_resolution,
+)
 from g2rpo.runtime.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -49,18 +60,20 @@ class Settings(BaseModel):
     # The policy.
     model: Text = "tiny"
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
-    or `random:flux-dev` (FLUX.1-dev's size with random weights and without a download, for trials)."""
+    or `random:NAME` (a model of full size with random weights and without a download, for trials)."""
+    family: Text | None = None
+    """A model family of your own, as module:attribute, which is imported. None = found from the model."""
     weights: Text | None = None
     """A .safetensors file of transformer weights, with diffusers' or the original names, that replace the
     base's before training. None = the base's own weights."""
     lora_rank: CountOrOff = 0
-    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory for FLUX.1."""
+    """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory."""
     lora_alpha: Positive | None = None
     """Adapters are scaled by lora_alpha / lora_rank. None = twice the rank."""
     lora_targets: list[str] | None = None
     """Suffixes of the names of layers that get adapters ("attn.to_q"). None = all linear layers of attention
     and MLPs."""
-    base_dtype: Literal["compute", "float8"] = "compute"
+    base_dtype: BaseDtype = "compute"
     """Storage of the frozen base under adapters: in the compute dtype, or in 8 bits, which takes half the
     memory of bfloat16."""
     gradient_checkpointing: bool = False
@@ -75,29 +88,31 @@ class Settings(BaseModel):
     guidance: NotNegative = 3.5
     """Guidance value given to a guidance-distilled model, in training and in evaluation images."""
     true_cfg: Positive = 1.0
-    """Scale of classifier-free guidance against the empty prompt. 1 = none; otherwise every velocity costs
+    """Scale of classifier-free guidance against the negative prompt. 1 = none; otherwise every velocity costs
     two forwards."""
-    resolution: Count | None = None
-    """Side of the square images in pixels. None = the model's own. The cost grows at least with its
-    square."""
+    negative_prompt: str | None = None
+    """Negative prompt of classifier-free guidance, with true_cfg other than 1. None = the model family's
+    own."""
+    resolution: Count | Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """Side of the square images in pixels, or [height, width]. None = the model's own. The cost grows at
+    least with the number of pixels."""
     max_sequence_length: Count | None = None
     """Maximum number of text tokens of the long prompt encoder. None = the model's own limit."""
-    precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
+    precision: Precision = "float32"
     """Precision of the policy's forwards. tf32 is float32 with products rounded on the GPU. With these three,
     states, log-probabilities and trained weights are float32. float64 is for checks."""
-    tails_precision: Literal["compute", "float8"] = "compute"
+    tails_precision: TailsPrecision = "compute"
     """`float8` multiplies in 8 bits in forwards whose result only a reward uses. It needs torchao, bfloat16
     and a GPU of compute capability 8.9; an H200 is 1.4 times as fast. docs/performance.md states the
     effect."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the run. auto = cuda if available."""
-    sigma_rounding: Literal["exact", "released"] = "exact"
+    sigma_rounding: SigmaRounding = "exact"
     """`released` gives the policy int(1000 sigma) / 1000, as the released code does."""
 
     # The algorithm. Its options are declared in algorithms/, one file per method.
     algorithm: Text = "g2rpo"
-    """Method: g2rpo, g2rpo_single, flow_grpo, dance_grpo, mix_grpo or nft, or `module:attribute` for your
-    own class of options."""
+    """Method: a name in `algorithms.registry.PRESETS`, or `module:attribute` for a class of your own."""
     algorithm_options: dict[str, Any] = Field({}, validate_default=True)
     """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml has those
     of your own class in this table, because only the class knows which they are."""
@@ -235,6 +250,14 @@ class Settings(BaseModel):
         complete = complete_options(algorithm, value)
         return {name: entry for name, entry in complete.items() if name in value}
 
+    @field_validator("resolution", mode="before")
+    @classmethod
+    def _plain_resolution(cls, value: Any) -> Any:
+        if not isinstance(value, str) and not (isinstance(value, list) and len(set(value)) == 1):
+            return value
+        size = as_resolution(value)
+        return None if size is None else plain_resolution(size)
+
     @field_validator("rewards")
     @classmethod
     def _at_least_one_reward(cls, value: dict[str, float]) -> dict[str, float]:
@@ -266,10 +289,17 @@ class Settings(BaseModel):
             checks.check_evaluation,
             checks.check_adapters,
             checks.check_precision,
+            Settings.policy_options,
             checks.check_length,
         ):
             check(self)
         return self
+
+    def policy_options(self) -> PolicyOptions:
+        """The options with which the run's policy is loaded."""
+        values = {name: getattr(self, name) for name in OPTION_NAMES}
+        weights = () if self.weights is None else (Path(self.weights),)
+        return PolicyOptions(**{**values, "weights": weights})
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

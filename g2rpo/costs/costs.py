@@ -1,12 +1,12 @@
 """The cost of a run, computed before any weight is loaded: the content of `g2rpo plan`.
 
     forwards    counted by the plans themselves (Plan.nfe), over all iterations
-    FLOPs       torch's counter on the meta device; a backward counts as two forwards
-    memory      by phase, see memory.py; docs/flux.md compares it with measured peaks
+    FLOPs       closed formulas of the model family (ModelShape); a backward counts as two forwards
+    memory      by phase, see memory.py; docs/performance.md compares it with measured peaks
     time        forwards x seconds per forward, which are given, measured or from a table (speeds.py)
 
-The weights and times of the published reward models are known (memory.py, speeds.py); those of other rewards
-are measured or omitted.
+The parameters and times of a reward are in its spec (rewards.py); what is unknown is measured, or a note says
+that it is not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from g2rpo.algorithms.base import coarse_tails_warning
+from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
 from g2rpo.config.checks import check_tails
 from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
@@ -30,10 +30,12 @@ from g2rpo.costs.memory import (
     largest_rollout_batch,
     memory_of,
     run_plans,
+    shape_of_run,
     trained_params,
 )
+from g2rpo.costs.rewards import group_comparisons, uncounted_notes
 from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
-from g2rpo.models.flux.shape import FluxShape, flux_shape
+from g2rpo.models.family import ModelShape
 from g2rpo.rollouts.plan import Plan
 
 GB = 1e9
@@ -50,6 +52,9 @@ class Costs:
         update_forwards: of the update, part -> mean number per iteration, over all processes: policy
             (with backward), snapshot, reference, behaviour; those that the objective does not need are 0.
         images: images decoded and scored per iteration, over all processes; identical ones count once.
+        cells: cells that a groupwise reward judges per iteration, over all processes; identical ones count
+            once.
+        comparisons: groupwise reward -> comparisons per iteration, over all processes.
         eval_forwards: forwards of all evaluations, sample grids and the before/after comparison.
         trained_params: number of trained parameters.
         memory: bytes on each process's device, by phase and part (memory.py).
@@ -65,7 +70,7 @@ class Costs:
         notes: remarks for the user, for example about granularities that coincide.
     """
 
-    shape: FluxShape
+    shape: ModelShape
     forwards: dict[str, float]
     update_forwards: dict[str, float]
     images: float
@@ -80,6 +85,8 @@ class Costs:
     released_gpu_hours: float | None = None
     rollout_batch: int = 1
     speeds: Speeds | None = None
+    cells: float = 0.0
+    comparisons: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,6 +104,7 @@ def plan_costs(
     gpu: str | None = None,
     memory_bytes: int | None = None,
     num_prompts: int | None = None,
+    num_texts: int | None = None,
 ) -> Costs:
     """The cost of a run with these settings.
 
@@ -107,7 +115,8 @@ def plan_costs(
         gpu: name of the GPU, for the comparison with the released code.
         memory_bytes: memory of a device. If the run does not fit, notes say so and which settings would fit.
             Needed with rollout_batch="auto".
-        num_prompts: prompts in the source; bounds the size of the embedding cache.
+        num_prompts: prompts in the source; bounds the images of the comparison and the embedding cache.
+        num_texts: distinct texts that the run encodes; None = the trained prompts, at most num_prompts.
 
     Raises:
         ValueError: an unknown model, settings that do not fit the model, or groups that cannot be divided
@@ -120,12 +129,7 @@ def plan_costs(
         )
     if seconds_per_forward is not None and not seconds_per_forward > 0:
         raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
-    shape = flux_shape(
-        settings.model,
-        resolution=settings.resolution,
-        max_sequence_length=settings.max_sequence_length,
-        lora_targets=settings.lora_targets,
-    )
+    shape = shape_of_run(settings)
     algorithm = settings.make_algorithm()
     check_tails(settings, algorithm.objective())
     plans = run_plans(settings, algorithm)
@@ -139,17 +143,13 @@ def plan_costs(
     forwards = {part: groups * sum(c[part] for c in counts) / n for part in counts[0]}
     per_group = [plan.images_per_member * settings.group_size + int(plan.finish_anchor) for plan in plans]
     images = groups * sum(per_group) / n
+    cells = groups * sum(plan.images_per_member for plan in plans) / n
     size, recomputed = settings.group_size, settings.gradient_checkpointing
     passes = [algorithm.forwards_per_row(plan, size, recomputed) for plan in plans]
-    rows = [
-        (algorithm.evaluations_per_row(plan, size), c["update"])
-        for plan, c in zip(plans, counts, strict=True)
-    ]
-    update_forwards = {
-        part: groups * sum(getattr(row, part) * count for row, count in rows) / n
-        for part in ("policy", "snapshot", "reference", "behaviour")
-    }
     update_cost = groups * sum(k * c["update"] for k, c in zip(passes, counts, strict=True)) / n
+    if num_texts is None:
+        used = settings.iterations * settings.prompts_per_iteration
+        num_texts = used if num_prompts is None else min(used, num_prompts)
     eval_images = _evaluation_images(settings, num_prompts)
     eval_forwards = networks * eval_images * settings.eval_num_steps
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
@@ -164,7 +164,7 @@ def plan_costs(
             "rollout": (forwards["total"] - forwards["tails"]) * speeds.forward
             + forwards["tails"] * speeds.tail,
             "decode": images * speeds.decode,
-            "reward": images * speeds.reward,
+            "reward": images * speeds.reward + cells * speeds.cell,
             "update": update_cost * speeds.update,
         }
         seconds = {part: value / num_processes for part, value in parts.items()}
@@ -175,6 +175,7 @@ def plan_costs(
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
     if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
         notes += ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
+    notes += uncounted_notes(settings, speeds.untimed if speeds is not None else ())
     notes += coinciding_tails(plans, settings)
     notes += tuple(filter(None, map(coarse_tails_warning, plans)))[:1]
     if memory_bytes is not None:
@@ -182,12 +183,12 @@ def plan_costs(
     return Costs(
         shape=shape,
         forwards=forwards,
-        update_forwards=update_forwards,
+        update_forwards=_update_forwards(settings, algorithm, plans),
         images=images,
         eval_forwards=eval_forwards,
         trained_params=trained,
         memory=memory,
-        disk=_disk(settings, shape, trained, num_prompts),
+        disk=_disk(settings, shape, trained, num_texts),
         flops=flops,
         seconds=seconds,
         run_seconds=run_seconds,
@@ -195,8 +196,22 @@ def plan_costs(
         released_gpu_hours=released_hours,
         rollout_batch=_int(settings.rollout_batch),
         speeds=speeds,
+        cells=cells,
+        comparisons=group_comparisons(settings, cells),
         notes=notes,
     )
+
+
+def _update_forwards(settings: Settings, algorithm: Algorithm, plans: Sequence[Plan]) -> dict[str, float]:
+    """Forwards of the update by policy: part -> mean number per iteration, over all processes."""
+    size, networks = settings.group_size, forwards_per_sample(settings)
+    rows = [(algorithm.evaluations_per_row(p, size), p.nfe(size, networks)["update"]) for p in plans]
+    return {
+        part: settings.prompts_per_iteration
+        * sum(getattr(row, part) * count for row, count in rows)
+        / len(plans)
+        for part in ("policy", "snapshot", "reference", "behaviour")
+    }
 
 
 def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ...]:
@@ -221,7 +236,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         (
             "model",
             "image",
-            f"{shape.resolution_px} x {shape.resolution_px} px, {shape.latent_shape[0]} latent tokens",
+            f"{shape.width_px} x {shape.height_px} px, {shape.latent_shape[0]} latent tokens",
         ),
         ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
         ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
@@ -235,6 +250,10 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         table += [("forwards per iteration", item, f"{count:,.0f}")] if count else []
     table += [
         ("images per iteration", "decoded and scored", f"{costs.images:,.0f}"),
+        *(
+            ("group judgements per iteration", name, f"{count:,.0f} comparisons in {costs.cells:,.0f} cells")
+            for name, count in costs.comparisons.items()
+        ),
         ("forwards per run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
         (
             "compute",
@@ -256,7 +275,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
     table += [("time per iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
     if costs.run_seconds is not None and costs.speeds is not None:
         table.append(("time per iteration", "total", f"{sum(costs.seconds.values()):,.1f} s"))
-        scoring = "" if costs.speeds.reward else ", without scoring"
+        scoring = "" if costs.speeds.reward or costs.speeds.cell else ", without scoring"
         hours = costs.run_seconds / 3600
         devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""
         table.append(("time", f"entire run{scoring}", f"{hours:,.2f} h{devices}"))
@@ -268,7 +287,7 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
 
 
 def _with_batch(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
+    settings: Settings, shape: ModelShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
 ) -> tuple[Settings, tuple[str, ...]]:
     """Replaces rollout_batch="auto" by a number; notes say if it cannot be chosen."""
     unknown = settings.model_copy(update={"rollout_batch": 1})
@@ -305,7 +324,7 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
 
 
-def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int | None) -> dict[str, int]:
+def _disk(settings: Settings, shape: ModelShape, trained: int, num_texts: int) -> dict[str, int]:
     master = 8 if settings.precision == "float64" else 4
     moments = 2 * master  # moments in 8 bits are counted in full, too
     copies = bool(settings.ema_decay) + (settings.make_algorithm().objective().lag is not None)
@@ -316,19 +335,17 @@ def _disk(settings: Settings, shape: FluxShape, trained: int, num_prompts: int |
     if settings.keep_every:
         kept += settings.iterations // settings.keep_every
     kept += settings.keep_best is not None
-    used = settings.iterations * settings.prompts_per_iteration
-    prompts = min(used, num_prompts) if num_prompts is not None else used
-    row = shape.text_tokens * shape.text_dim + shape.pooled_dim
+    row = shape.embedding_numbers * (2 if settings.precision == "bfloat16" else 4)
     return {
         "one checkpoint": checkpoint,
         f"checkpoints ({kept} kept, 1 being written)": (kept + 1) * checkpoint,
-        f"embeddings of {prompts:,} prompts": prompts * row * (2 if settings.precision == "bfloat16" else 4),
+        f"embeddings of {num_texts:,} prompts": num_texts * row,
         "export": 4 * trained,
     }
 
 
 def _fit_notes(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
+    settings: Settings, shape: ModelShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
 ) -> tuple[str, ...]:
     """Empty if the run fits; otherwise the largest part and the first change of settings that would fit."""
 

@@ -8,11 +8,10 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import Costs, plan_costs
-from g2rpo.costs.memory import agreed_rollout_batch
+from g2rpo.costs.memory import agreed_rollout_batch, shape_of_run
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
-from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import policy_of
+from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import load_rewards
 from g2rpo.runtime.processes import resolve_device
 
@@ -25,6 +24,7 @@ def plan_here(
     measured: bool = False,
     gpu: str | None = None,
     memory_gb: float | None = None,
+    num_texts: int | None = None,
 ) -> Costs:
     """The cost of a run, with times that are given, measured here, or from the table of measured GPUs.
 
@@ -34,6 +34,7 @@ def plan_here(
         measured: load the model and the rewards and time them on this machine.
         gpu: name of a GPU in the table; None = this machine's GPU, if it has one.
         memory_gb: memory of a device in GB; None = that of this machine's GPU.
+        num_texts: number of distinct texts that the run encodes (`RunPrompts.texts`); None = an upper bound.
 
     Raises:
         ValueError: a GPU that is not in the table, or an error of `plan_costs`.
@@ -52,9 +53,7 @@ def plan_here(
     if measured:
         speeds = _measured(settings)
     elif name is not None and seconds_per_forward is None:
-        shape = flux_shape(
-            settings.model, resolution=settings.resolution, max_sequence_length=settings.max_sequence_length
-        )
+        shape = shape_of_run(settings)
         speeds = tabulated_speeds(settings, shape, name)
     costs = plan_costs(
         settings,
@@ -64,6 +63,7 @@ def plan_here(
         gpu=name,
         memory_bytes=memory_bytes,
         num_prompts=len(read_prompts(settings.prompts)[0]),
+        num_texts=num_texts,
     )
     if name is not None and not costs.seconds:
         unknown = (
@@ -77,10 +77,7 @@ def _measured(settings: Settings) -> Speeds:
     device = resolve_device(settings.device)
     rewards = load_rewards(list(settings.rewards), device, settings.reward_options)
     batch = agreed_rollout_batch(settings, device)
-    policy = policy_of(
-        settings,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        compiled=settings.compile_blocks,
-        tails_precision=settings.tails_precision,
+    policy = load_policy(
+        settings.model, settings.policy_options(), device=settings.device, family=settings.family
     )
     return measure_speeds(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])

@@ -16,19 +16,12 @@ import torch
 
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.config.settings import Settings
-from g2rpo.models.flux.shape import FluxShape, flux_shape
-from g2rpo.rewards.model_reward import AUTO, scoring_dtype
+from g2rpo.costs.rewards import offloaded_options, reward_bytes
+from g2rpo.models.family import ModelShape
+from g2rpo.models.registry import model_shape
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
 from g2rpo.runtime.processes import gathered, world_size
-
-REWARD_PARAMS = {
-    "hps": 986_109_441,
-    "clip": 986_109_441,
-    "pickscore": 986_109_441,
-    "imagereward": 446_666_465,
-}
-"""Parameters of the published reward models, by name; other rewards are not counted."""
 
 USABLE = 0.9
 """Share of a device's memory that `rollout_batch = "auto"` uses, because the allocator fragments memory."""
@@ -67,7 +60,7 @@ class Memory:
 
 
 def memory_of(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int
+    settings: Settings, shape: ModelShape, plans: Sequence[Plan], num_processes: int, trained: int
 ) -> Memory:
     """Memory of each device of a run.
 
@@ -107,7 +100,12 @@ def memory_of(
     lagged = objective.lag is not None
     rows = 2 * max(p.nfe(size)["update"] for p in plans)  # a noised and a clean latent each
     vae_bytes = compute if settings.device != "cpu" else 4
-    decoding = settings.decode_batch * shape.resolution_px**2 * (3 * 4 + 3 * shape.decoder_width * vae_bytes)
+    decoding = (
+        settings.decode_batch
+        * shape.height_px
+        * shape.width_px
+        * (3 * 4 + 3 * shape.decoder_width * vae_bytes)
+    )
 
     always = {
         **({"frozen base": base} if lora else {}),
@@ -141,27 +139,12 @@ def memory_of(
     return Memory(always, phases, shape.text_params * compute)
 
 
-def reward_bytes(settings: Settings, offload: str = "none") -> int:
-    """Bytes of the reward models with this `offload` option.
-
-    Args:
-        offload: "none" = models that stay on the device, "cpu" = models that are on it only while they score.
-    """
-    total = 0
-    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
-        options = settings.reward_options.get(name, {})
-        if name in REWARD_PARAMS and options.get("offload", "none") == offload:
-            dtype = scoring_dtype(options.get("dtype", AUTO), settings.device)
-            total += REWARD_PARAMS[name] * dtype.itemsize
-    return total
-
-
-def row_bytes(settings: Settings, shape: FluxShape) -> int:
+def row_bytes(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the activations of one sample in a rollout forward.
 
     They are one block's q, k, v, MLP (4 widths, twice), their joint output and the residual. Compiled blocks
-    do not store fused intermediates (measured: 170 MB per sample of FLUX.1-dev at 720 x 720, with 4, 12 and
-    24 samples).
+    do not store fused intermediates (measured: 170 MB per sample of 2,537 tokens of width 3,072, with 4, 12
+    and 24 samples).
     """
     compute = {"bfloat16": 2, "float64": 8}.get(settings.precision, 4)
     widths = 11 if settings.compile_blocks else 16
@@ -169,7 +152,12 @@ def row_bytes(settings: Settings, shape: FluxShape) -> int:
 
 
 def largest_rollout_batch(
-    settings: Settings, shape: FluxShape, plans: Sequence[Plan], num_processes: int, trained: int, usable: int
+    settings: Settings,
+    shape: ModelShape,
+    plans: Sequence[Plan],
+    num_processes: int,
+    trained: int,
+    usable: int,
 ) -> int:
     """The largest rollout_batch whose rollout fits into `usable` bytes; at most the largest wave of the run.
 
@@ -203,12 +191,7 @@ def agreed_rollout_batch(settings: Settings, device: torch.device, before: int |
     """
     if settings.rollout_batch != "auto":
         return settings.rollout_batch
-    shape = flux_shape(
-        settings.model,
-        resolution=settings.resolution,
-        max_sequence_length=settings.max_sequence_length,
-        lora_targets=settings.lora_targets,
-    )
+    shape = shape_of_run(settings)
     plans = run_plans(settings, settings.make_algorithm())
     trained = trained_params(settings, shape)
     usable = round(USABLE * free_memory(device))
@@ -226,12 +209,17 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def shape_of_run(settings: Settings) -> ModelShape:
+    """The sizes of a run's model; raises ValueError as `model_shape`."""
+    return model_shape(settings.model, settings.policy_options(), family=settings.family)
+
+
 def run_plans(settings: Settings, algorithm: Algorithm) -> list[Plan]:
     """The plan of every iteration; they differ, for example, if a window moves."""
     return [algorithm.plan(settings.seed, train_step) for train_step in range(settings.iterations)]
 
 
-def trained_params(settings: Settings, shape: FluxShape) -> int:
+def trained_params(settings: Settings, shape: ModelShape) -> int:
     """Number of trained parameters: of the adapters, or of the transformer without adapters."""
     return shape.lora_params_per_rank * settings.lora_rank or shape.transformer_params
 
@@ -278,11 +266,7 @@ def changes_that_help(settings: Settings) -> list[dict[str, Any]]:
         {**batches, **checkpointing, **lora, "lora_rank": min(settings.lora_rank or 64, 16)},
         {**batches, **checkpointing, **lora, "base_dtype": "float8"},
     ]
-    if not reward_bytes(settings):
+    if not (offloaded := offloaded_options(settings)):
         return changes
-    offloaded = dict(settings.reward_options)
-    for name in dict.fromkeys([*settings.rewards, *settings.eval_rewards]):
-        if name in REWARD_PARAMS:
-            offloaded[name] = {**offloaded.get(name, {}), "offload": "cpu"}
     offload = {"reward_options": offloaded}
     return [offload, *(option for change in changes for option in (change, {**change, **offload}))]

@@ -1,8 +1,9 @@
 """The speed of a device for `g2rpo plan`: measured on this machine, or from a table of measured rates.
 
-The table has rates in TFLOP/s of the model's counted operations, for FLUX.1-dev at 720 x 720 in bfloat16, in
-batches of 12 (decoding: 4); docs/performance.md says how they were measured. They hold for other resolutions
-to a good approximation, but not for a model a thousand times smaller, which has to be measured.
+The table has rates in TFLOP/s of the model's counted operations, for a 12-billion-parameter transformer of
+width 3,072 with 2,537 tokens in bfloat16, in batches of 12 (decoding: 4); docs/performance.md says how they
+were measured. They hold for other resolutions to a good approximation, but not for a model a thousand times
+smaller, which has to be measured.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from functools import partial
 import torch
 
 from g2rpo.config.settings import Settings
+from g2rpo.costs.rewards import tabulated_reward_seconds
 from g2rpo.data.prompts import Prompt
-from g2rpo.models.flux.shape import FluxShape
-from g2rpo.models.policy import Conditioning, Policy
-from g2rpo.rewards.base import Reward
-from g2rpo.rewards.checked import score_batch
+from g2rpo.models.family import ModelShape
+from g2rpo.models.policy import Conditioning, Policy, root_module
+from g2rpo.rewards.checked import CheckedReward, score_batch
 
 MIN_TABULATED_PARAMS = 1e9
 """Minimum size of a transformer for the table, because the time of smaller ones is mostly overhead."""
@@ -34,9 +35,11 @@ class Speeds:
         tail: the same in the precision of the tails.
         decode: per image, by the VAE.
         update: per row and forward with gradient; a backward counts as two of these, recomputation as one.
-        reward: per image, for all rewards.
+        reward: per image, for all pointwise rewards.
         startup: compilation at the start of a run.
         source: description of where the times come from.
+        cell: per cell (the images of one group that are judged together), for all groupwise rewards.
+        untimed: rewards whose time is unknown, which `reward` and `cell` do not count.
     """
 
     forward: float
@@ -46,6 +49,8 @@ class Speeds:
     reward: float = 0.0
     startup: float = 0.0
     source: str = ""
+    cell: float = 0.0
+    untimed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,21 +88,12 @@ H200 = Rates(
 TABLE = {"H200": H200, "H100": replace(H200, compiled=574, decode=140, released=185)}
 
 
-REWARD_SECONDS = {
-    "hps": (7e-3, 0.6e-3),
-    "clip": (7e-3, 0.6e-3),
-    "pickscore": (7e-3, 0.6e-3),
-    "imagereward": (20e-3, 0.3e-3),
-}
-"""Reward name -> seconds per call and seconds per image: float16 on an H200 (docs/rewards.md)."""
-
-
 def rates_of(gpu: str) -> Rates | None:
     """The table's rates for a GPU name as torch reports it; None if the table does not have it."""
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
 
 
-def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds | None:
+def tabulated_speeds(settings: Settings, shape: ModelShape, gpu: str) -> Speeds | None:
     """Times of these settings on a GPU according to the table; None if the table does not cover them."""
     rates = rates_of(gpu)
     if rates is None or shape.transformer_params < MIN_TABULATED_PARAMS or settings.precision != "bfloat16":
@@ -112,21 +108,21 @@ def tabulated_speeds(settings: Settings, shape: FluxShape, gpu: str) -> Speeds |
     if settings.tails_precision == "float8":
         tail = rates.float8_lora if lora else rates.float8
     flops = shape.forward_flops
+    per_image, per_cell, untimed = tabulated_reward_seconds(settings)
     return Speeds(
         forward=flops / forward / 1e12,
         tail=flops / tail / 1e12,
         decode=shape.decode_flops / (rates.decode_compiled if compiled else rates.decode) / 1e12,
         update=flops / (rates.update_lora if lora else rates.update) / 1e12,
-        reward=sum(
-            per_call / settings.decode_batch + per_image
-            for per_call, per_image in (REWARD_SECONDS.get(name, (0.0, 0.0)) for name in settings.rewards)
-        ),
+        reward=per_image,
         startup=rates.compiling_s if compiled else 0.0,
         source=f"the table of measured rates, {gpu}",
+        cell=per_cell,
+        untimed=untimed,
     )
 
 
-def speeds_from_forward(shape: FluxShape, seconds_per_forward: float) -> Speeds:
+def speeds_from_forward(shape: ModelShape, seconds_per_forward: float) -> Speeds:
     """Times derived from the time of a forward, in seconds per image: all parts run at the same FLOP/s."""
     decode = seconds_per_forward * shape.decode_flops / shape.forward_flops
     forward = seconds_per_forward
@@ -134,7 +130,7 @@ def speeds_from_forward(shape: FluxShape, seconds_per_forward: float) -> Speeds:
 
 
 def measure_speeds(
-    policy: Policy, settings: Settings, batch: int, rewards: Mapping[str, Reward], example: Prompt
+    policy: Policy, settings: Settings, batch: int, rewards: Mapping[str, CheckedReward], example: Prompt
 ) -> Speeds:
     """Measures forwards, decoding, rewards, and an update's forward and backward on this machine.
 
@@ -145,9 +141,9 @@ def measure_speeds(
     """
     prompt, networks = example.text, policy.forwards_per_sample
     began = time.perf_counter()
-    with torch.no_grad(), policy.resident():  # type: ignore[attr-defined]
+    with torch.no_grad(), policy.resident():
         forward = measure_forward(policy, batch=batch)
-        with policy.tails():  # type: ignore[attr-defined]
+        with policy.tails():
             low = settings.tails_precision != "compute"
             tail = measure_forward(policy, batch=batch) if low else forward
     startup = time.perf_counter() - began - 4 * batch * networks * (forward + tail * low)
@@ -157,10 +153,14 @@ def measure_speeds(
     decode = _seconds(lambda: policy.decode(latents), policy) / images
     pixels = policy.decode(latents)
     prompts = [prompt] * images
-    scoring = (
-        partial(score_batch, {name: reward}, pixels, prompts, metadata) for name, reward in rewards.items()
-    )
-    reward_seconds = sum(_seconds(score, policy) for score in scoring)
+    members = pixels[torch.arange(settings.group_size) % images]
+    reward_seconds = cell_seconds = 0.0
+    for name, reward in rewards.items():
+        if reward.groupwise:
+            cell_seconds += _seconds(partial(reward.judge, members, prompt, example.metadata), policy)
+        else:
+            score = partial(score_batch, {name: reward}, pixels, prompts, metadata)
+            reward_seconds += _seconds(score, policy)
     rows = settings.update_batch
     x, sigma, cond = _inputs(policy, rows)
 
@@ -168,9 +168,18 @@ def measure_speeds(
         policy.velocity(x, sigma, cond).square().mean().backward()
 
     update = _seconds(step, policy) / rows / (3 + settings.gradient_checkpointing) / networks
-    for parameter in policy.module.parameters():
+    for parameter in root_module(policy).parameters():
         parameter.grad = None
-    return Speeds(forward, tail, decode, update, reward_seconds / images, max(0.0, startup), "measured here")
+    return Speeds(
+        forward,
+        tail,
+        decode,
+        update,
+        reward_seconds / images,
+        max(0.0, startup),
+        "measured here",
+        cell=cell_seconds,
+    )
 
 
 def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> float:
@@ -183,7 +192,7 @@ def measure_forward(policy: Policy, *, batch: int = 1, repeats: int = 3) -> floa
 
 def _inputs(policy: Policy, batch: int) -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
     cond = policy.encode(["a red circle on a white background"])
-    cond = cond[torch.zeros(batch, dtype=torch.long, device=cond.text.device)]
+    cond = cond[torch.zeros(batch, dtype=torch.long)]
     x = torch.randn(batch, *policy.latent_shape, generator=torch.Generator().manual_seed(0)).to(policy.device)
     return x, torch.full((batch,), 0.5, device=policy.device), cond
 

@@ -1,16 +1,18 @@
 """Cache of prompt embeddings on disk, so that a run needs its text encoders at most once.
 
     CACHE/<encoder>/identity.txt             everything that determines the embeddings, except the prompt
-    CACHE/<encoder>/<keys>.safetensors       up to 64 prompts: text [n, Lt, Ct], pooled [n, Cp], their keys
+    CACHE/<encoder>/<keys>.safetensors       up to 64 prompts: the tensors [n, ...] of their conditioning, and
+                                             their keys; of a ragged tensor the rows without padding, in one
+                                             tensor [sum of lengths, ...], and NAME.lengths [n]
 
 A key is sha256(identity, prompt); the identity covers the encoders' files, dtype and token length, so the
 cache of a changed encoder is empty. Shards are written atomically (rename) and are their own index: an
 interrupted run continues where it stopped, and processes may share a folder. With slow encoders a shard is
 written every few seconds, so that an interrupt loses no more than that.
 
-Rows are stored padded. FLUX attends to T5's padding, and the encoder's output there depends on the entire
-prompt, so it cannot be restored from the unpadded part; bit-identical results matter more than disk space. A
-row takes Lt Ct bytes-per-number: 4 MiB for FLUX.1 (512 x 4096, bfloat16), 1 MiB at max_sequence_length=128.
+A tensor without lengths is stored as the model reads it, padding included, because an encoder's output at the
+padding may depend on the entire prompt, so it could not be restored; bit-identical results matter more than
+disk space. 512 padded tokens of 4,096 channels in bfloat16 take 4 MiB per prompt.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from g2rpo.models.policy import Conditioning
 from g2rpo.runtime.files import atomic_path, write_atomic
@@ -32,6 +35,9 @@ SHARD_PROMPTS = 64
 """Maximum number of prompts per shard."""
 SHARD_SECONDS = 5.0
 """A shard is written after this time, even if it is not full."""
+
+LENGTHS = ".lengths"
+"""Ending of the name under which the lengths of a ragged tensor are stored."""
 
 SHARDS = "[!.]*.safetensors"
 """Pattern of complete shards; a shard that is being written has a name that starts with a dot."""
@@ -132,7 +138,7 @@ class EmbeddingCache:
     def _check_space(self, policy: Encoder, row: Conditioning, count: int) -> None:
         folder = self._encoder_folder(policy.encoder_identity)
         folder.mkdir(parents=True, exist_ok=True)
-        needed = count * (row.text.nbytes + row.pooled.nbytes)
+        needed = count * sum(tensor.nbytes for tensor in _stored(row).values())
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise ValueError(
@@ -150,9 +156,8 @@ class EmbeddingCache:
         write_atomic(folder / "identity.txt", identity + "\n")
         # Processes that encode the same prompts write the same content to the same file.
         shard = folder / f"{hashlib.sha256(''.join(keys).encode()).hexdigest()[:32]}.safetensors"
-        tensors = {"text": rows.text.contiguous(), "pooled": rows.pooled.contiguous()}
         with atomic_path(shard) as temporary:
-            save_file(tensors, temporary, metadata={"keys": json.dumps(keys)})
+            save_file(_stored(rows), temporary, metadata={"keys": json.dumps(keys)})
         self._index[identity] |= {key: (shard, row) for row, key in enumerate(keys)}
 
 
@@ -173,6 +178,18 @@ def _keys_of(shard: Path) -> list[str]:
     return keys
 
 
+def _stored(rows: Conditioning) -> dict[str, Tensor]:
+    """Returns the tensors of a shard: ragged rows without their padding, and their lengths."""
+    tensors = {}
+    for name, tensor in rows.tensors.items():
+        if name in rows.lengths:
+            lengths = rows.lengths[name]
+            tensors[name + LENGTHS] = lengths
+            tensor = torch.cat([row[:length] for row, length in zip(tensor, lengths.tolist(), strict=True)])
+        tensors[name] = tensor.contiguous()
+    return tensors
+
+
 def _read(positions: list[tuple[Path, int]]) -> Conditioning:
     """Reads the rows at the given (shard, row) positions, in order."""
     from safetensors import safe_open
@@ -180,7 +197,22 @@ def _read(positions: list[tuple[Path, int]]) -> Conditioning:
     rows: dict[tuple[Path, int], Conditioning] = {}
     for shard in dict.fromkeys(path for path, _ in positions):
         with safe_open(shard, framework="pt") as file:
-            text, pooled = file.get_slice("text"), file.get_slice("pooled")
+            names = sorted(file.keys())
+            lengths = {name: file.get_tensor(name + LENGTHS) for name in names if name + LENGTHS in names}
+            of_lengths = {name + LENGTHS for name in lengths}
+            slices = {name: file.get_slice(name) for name in names if name not in of_lengths}
             for row in dict.fromkeys(row for path, row in positions if path == shard):
-                rows[shard, row] = Conditioning(text[row : row + 1], pooled[row : row + 1])
+                rows[shard, row] = _row(slices, lengths, row)
     return Conditioning.cat([rows[position] for position in positions])
+
+
+def _row(slices: Mapping[str, Any], lengths: Mapping[str, Tensor], row: int) -> Conditioning:
+    """Reads one row of a shard."""
+    tensors = {}
+    for name, stored in slices.items():
+        if name in lengths:
+            first = int(lengths[name][:row].sum())
+            tensors[name] = stored[first : first + int(lengths[name][row])][None]
+        else:
+            tensors[name] = stored[row : row + 1]
+    return Conditioning(tensors, {name: own[row : row + 1] for name, own in lengths.items()})

@@ -120,7 +120,9 @@ def evaluate(
                     speak(f"all images are sampled and scored ({folder})")
                     loaded: dict[str, CheckedReward] = {}
                 else:
-                    loaded = run_together(lambda: load_rewards(parsed, device, parsed))  # before any model
+                    loaded = run_together(  # before any model
+                        lambda: load_rewards(parsed, device, parsed, allow_groupwise=False)
+                    )
                     descriptions = run_together(
                         lambda: {name: reward.describe() for name, reward in loaded.items()}
                     )

@@ -19,10 +19,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from g2rpo.flow.schedule import Shift
 from g2rpo.inference.images import save_png
-from g2rpo.inference.names import check_model, labels_of, model_state, own_conditions
-from g2rpo.inference.sample import SampleRequest, Segment, pipeline_shift, sample_images, sample_segments
-from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.inference.names import labels_of, model_state, own_conditions
+from g2rpo.inference.sample import SampleRequest, Segment, sample_images, sample_segments
+from g2rpo.models.policy import Policy
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.interrupt import Interrupt
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
@@ -66,9 +67,9 @@ class Lineup:
         self.labels = labels_of(models, labels)
         self.models = dict(zip(self.labels, models, strict=True))
         for model in [*models, *([] if request.then is None else [request.then])]:
-            check_model(model, request.base)
+            request.check(model)
         self.conditions: dict[str, Any] | None = None
-        self.shift: float | None = request.shift
+        self.shift: Shift | None = request.shift
         self.described: dict[str, str] = {}
         self._file = out / f"{kind}.json"
         more = {**(more or {}), **({} if request.then is None else {"then_state": model_state(request.then)})}
@@ -161,7 +162,7 @@ class Lineup:
         if self.conditions is None:
             self.conditions = policy.conditions
         if self.shift is None:
-            self.shift = pipeline_shift(policy.folder, policy.latent_shape[0])
+            self.shift = policy.pipeline_shift()
         self.write()
         count = sum(len(batch) for _, batch in missing)
         self.say(f"{label}: {count} images to sample" + self._other_conditions(label))
@@ -173,7 +174,7 @@ class Lineup:
         del policy
         interrupt.together(lambda: self._sample(opened, label, own_batches))
         opened.clear()
-        gc.collect()  # a FluxPolicy's hook refers back to it, so reference counting does not free it
+        gc.collect()  # a policy's hook may refer back to it, so reference counting does not free it
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -189,7 +190,7 @@ class Lineup:
             for low in range(0, len(batches), size):
                 yield steps, [index for batch in batches[low : low + size] for index in batch]
 
-    def _images(self, opened: list[FluxPolicy], label: str, steps: int, indices: Sequence[int]) -> Tensor:
+    def _images(self, opened: list[Policy], label: str, steps: int, indices: Sequence[int]) -> Tensor:
         assert self.shift is not None
         all_texts, all_seeds = self.request.texts, self.request.seeds
         texts, seeds = [all_texts[i] for i in indices], [all_seeds[i] for i in indices]
@@ -208,7 +209,7 @@ class Lineup:
         ]
         return sample_segments(segments, texts, shift=self.shift, seeds=seeds, batch=request.batch)
 
-    def _sample(self, opened: list[FluxPolicy], label: str, todo: Sequence[tuple[int, range]]) -> None:
+    def _sample(self, opened: list[Policy], label: str, todo: Sequence[tuple[int, range]]) -> None:
         texts, seeds, done = self.request.texts, self.request.seeds, 0
         assert self.shift is not None and self.conditions is not None
         total = sum(len(batch) for _, batch in todo)

@@ -23,7 +23,7 @@ from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.images import grid, save_png
 from g2rpo.inference.sample import sample_images
-from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Policy
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
@@ -74,7 +74,7 @@ class Evaluator:
         batch: images per forward.
     """
 
-    policy: FluxPolicy
+    policy: Policy
     rewards: Mapping[str, Reward]
     cache: EmbeddingCache
     num_steps: int

@@ -116,7 +116,7 @@ def score(
     if todo:
         with interruptible():
             try:
-                loaded = load_rewards(parsed, torch_device, parsed)
+                loaded = load_rewards(parsed, torch_device, parsed, allow_groupwise=False)
                 for name, reward in loaded.items():
                     if described := reward.describe():
                         say(described)

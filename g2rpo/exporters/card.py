@@ -6,20 +6,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from g2rpo.config.settings import Settings
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, SINGLE_FILE
+from g2rpo.models.family import Export, ModelFamily
+from g2rpo.models.policy import Policy
 from g2rpo.models.tiny import is_tiny
-
-Kind = Literal["auto", "diffusers", "lora", "single_file", "comfyui"]
-"""Layouts of an export; "auto" is lora for runs that trained adapters, otherwise diffusers."""
-
-ADAPTERS = ("lora", "comfyui")
-"""Layouts that hold only adapters."""
-
-FLUX_WIDTH = 3072
 
 
 def model_card(
@@ -27,8 +19,9 @@ def model_card(
     metrics: Sequence[Mapping[str, Any]],
     iteration: int,
     *,
-    policy: FluxPolicy,
-    kind: Kind,
+    policy: Policy,
+    family: ModelFamily,
+    kind: str,
 ) -> str:
     """Formats README.md of an export: how to load it, how it was trained, what it scores, its licence.
 
@@ -37,9 +30,11 @@ def model_card(
         metrics: lines of metrics.jsonl up to the exported iteration.
         iteration: number of iterations that the model was trained for.
         policy: the exported policy.
+        family: its model family.
         kind: layout of the export, other than "auto".
     """
-    licence = base_licence(policy.folder)
+    licence = {} if policy.folder is None else base_licence(policy.folder)
+    adapters = family.writers[kind].adapters
     embedded = is_tiny(settings.model)
     base = "the embedded model of g2rpo" if embedded else settings.model
     initial = Path(settings.weights or "").name
@@ -47,7 +42,7 @@ def model_card(
     head = ["library_name: diffusers", "pipeline_tag: text-to-image"]
     head += [] if embedded or Path(settings.model).exists() else [f"base_model: {settings.model}"]
     head += [f"{key}: {value}" for key, value in licence.items()]
-    head += ["tags:", "- g2rpo", "- reinforcement-learning", *(["- lora"] if kind in ADAPTERS else [])]
+    head += ["tags:", "- g2rpo", "- reinforcement-learning", *(["- lora"] if adapters else [])]
     rewards = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())
     terms = licence.get("license_name") or licence.get("license")
     lines = [
@@ -59,7 +54,7 @@ def model_card(
         "",
         f"{origin}, trained for {iteration} iterations with {settings.algorithm} (g2rpo) on: {rewards}.",
         "",
-        *_loading(settings, policy, kind),
+        *_loading(settings, policy, family, kind),
         "",
         "## Metrics",
         "",
@@ -82,58 +77,14 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _loading(settings: Settings, policy: FluxPolicy, kind: Kind) -> list[str]:
+def _loading(settings: Settings, policy: Policy, family: ModelFamily, kind: str) -> list[str]:
     """Markdown on how other programs load this export."""
-    embedded, config = is_tiny(settings.model), policy.module.config
-    width = config.num_attention_heads * config.attention_head_dim
-    file = COMFYUI_LORA_FILE if kind == "comfyui" else SINGLE_FILE
-    if kind in ADAPTERS and settings.weights:
+    if family.writers[kind].adapters and settings.weights:
         target = f"{settings.model} with the weights of {settings.weights}"
         sample = ["```sh", 'g2rpo sample "THIS FOLDER" --prompt "…"', "```"]
         other = "For other programs, `g2rpo export RUN --layout diffusers` makes one model of all three."
         return [f"These adapters apply to {target}; this command applies them:", "", *sample, "", other]
-    if kind in ("comfyui", "single_file") and width != FLUX_WIDTH:
-        return [
-            f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's is "
-            f"{width}, so this reads it:",
-            "",
-            "```sh",
-            f'g2rpo sample "THIS FOLDER/{file}" --base {settings.model} --prompt "…"',
-            "```",
-        ]
-    base = "tiny_folder()[0]" if embedded else f'"{settings.model}"'
-    imports = ["from diffusers import FluxPipeline"]
-    if embedded and kind == "lora":
-        imports.append("from g2rpo.models.tiny import tiny_folder")
-    if kind == "diffusers":
-        load = ['pipeline = FluxPipeline.from_pretrained("THIS FOLDER")']
-    elif kind == "single_file":
-        imports = ["from diffusers import FluxPipeline, FluxTransformer2DModel"]
-        load = [
-            "transformer = FluxTransformer2DModel.from_single_file(",
-            f'    "THIS FOLDER/{file}", config={base}, subfolder="transformer"',
-            ")",
-            f"pipeline = FluxPipeline.from_pretrained({base}, transformer=transformer)",
-        ]
-    else:
-        name = f', weight_name="{file}"' if kind == "comfyui" else ""
-        load = [
-            f"pipeline = FluxPipeline.from_pretrained({base})",
-            f'pipeline.load_lora_weights("THIS FOLDER"{name})',
-        ]
-    side, tokens = policy.resolution, policy.text.max_sequence_length
-    call = f"guidance_scale={policy.guidance:g}, height={side}, width={side}, max_sequence_length={tokens}"
-    if policy.true_cfg != 1:
-        call += f', true_cfg_scale={policy.true_cfg:g}, negative_prompt=""'
-    lines = ["```python", *imports, "", *load, f'image = pipeline("…", {call}).images[0]', "```"]
-    if kind == "single_file":
-        lines += [
-            "",
-            f"ComfyUI: {file} goes into models/diffusion_models, for the node Load Diffusion Model.",
-        ]
-    if kind == "comfyui":
-        lines += ["", f"ComfyUI: {file} goes into models/loras, for the node Load LoRA (Model Only)."]
-    return lines
+    return family.usage(Export(policy, kind, settings.model))
 
 
 def base_licence(folder: Path) -> dict[str, str]:

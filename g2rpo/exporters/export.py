@@ -1,12 +1,11 @@
 """A trained policy as files that other programs load.
 
-    diffusers   FluxPipeline.from_pretrained(FOLDER): the tuned transformer, the base's other parts
+    diffusers   DiffusionPipeline.from_pretrained(FOLDER): the tuned network, the base's other parts
     lora        pipeline.load_lora_weights(FOLDER): only the adapters
-    single_file the tuned transformer in one file, with the key names of FLUX.1's own release
-    comfyui     the adapters in one file, with the same key names
+    …           further layouts of a model family, such as one file with the key names of its own release
 
 Each comes with README.md (a model card: settings, rewards, metrics, the base's licence) and g2rpo.json, from
-which `g2rpo sample FOLDER` takes the base model and the conditions of the run (`models.registry.CONDITIONS`).
+which `g2rpo sample FOLDER` takes the base model and the conditions of the run (`models.options.CONDITIONS`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
+from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
-from g2rpo.exporters.card import ADAPTERS, Kind, model_card
-from g2rpo.inference.open import EXPORT_FILE, open_run, run_of
-from g2rpo.models.flux.export import WRITERS
-from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.exporters.card import model_card
+from g2rpo.inference.open import EXPORT_FILE, check_family, open_run, run_of
+from g2rpo.models.family import ModelFamily
+from g2rpo.models.policy import Policy, has_adapters
+from g2rpo.models.registry import find_model
 from g2rpo.run.folder import BEST
 from g2rpo.run.metrics import read_metrics
 from g2rpo.runtime.files import write_atomic
@@ -35,17 +36,20 @@ def export_run(
     run: str | Path,
     out: str | Path | None = None,
     *,
-    kind: Kind = "auto",
+    kind: str = "auto",
     dtype: str = "float32",
+    family: str | None = None,
 ) -> Path:
     """Exports a run's newest checkpoint, RUN/best or another checkpoint of it.
 
     Args:
         run: the run folder, RUN/best or RUN/checkpoints/step_….
         out: the folder to write; None: RUN/export, or RUN/export_best.
-        kind: one of `Kind`; "auto" is lora for runs that trained adapters, otherwise diffusers.
+        kind: a layout of the model family; "auto" is lora for runs that trained adapters, otherwise
+            diffusers.
         dtype: of the written weights. bfloat16 halves the size, but its 8 significant bits can round away
             what a short training changed.
+        family: the custom model family with which the run was trained.
 
     Returns:
         The written folder.
@@ -54,10 +58,16 @@ def export_run(
         ValueError: no checkpoint, an `out` that holds something else or cannot be written, a kind that the
             run cannot be exported as, or a base model without files. Nothing is written then.
     """
-    # Only the run stored its base in 8 bits; adapters are exported for, and merged into, the original base.
-    policy, settings, state = open_run(run, device="cpu", precision="float32", base_dtype="compute")
     path = Path(run).expanduser()
     folder = run_of(path) or path
+    if run_of(path) is not None:  # otherwise opening it says so
+        own_settings = read_settings(folder)
+        check_family(own_settings.family, family, folder)
+        _layout(find_model(own_settings.model, family)[0], kind, own_settings.lora_rank > 0)
+    # Only the run stored its base in 8 bits; adapters are exported for, and merged into, the original base.
+    policy, settings, state = open_run(
+        run, device="cpu", family=family, changes={"precision": "float32", "base_dtype": "compute"}
+    )
     metrics = read_metrics(file) if (file := folder / "metrics.jsonl").is_file() else []
     iteration = int(state["iteration"])
     return export_policy(
@@ -68,24 +78,26 @@ def export_run(
         iteration=iteration,
         kind=kind,
         dtype=dtype,
+        family=family,
     )
 
 
 def export_policy(
-    policy: FluxPolicy,
+    policy: Policy,
     out: Path,
     *,
     settings: Settings,
     metrics: Sequence[Mapping[str, Any]],
     iteration: int,
-    kind: Kind = "auto",
+    kind: str = "auto",
     dtype: str = "float32",
+    family: str | None = None,
 ) -> Path:
     """Writes `policy` to the folder `out`, completely or not at all, replacing an earlier export.
 
     Args:
         settings, metrics, iteration: for the model card; metrics are the lines of metrics.jsonl.
-        kind, dtype: as in `export_run`.
+        kind, dtype, family: as in `export_run`.
 
     Returns:
         `out`.
@@ -93,19 +105,11 @@ def export_policy(
     Raises:
         ValueError: as `export_run`.
     """
-    base = policy.folder  # refuses a model without files, before anything is written
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind={kind!r}: choose one of {', '.join(get_args(Kind))}")
-    adapters = bool(getattr(policy.module, "peft_config", None))
-    if kind in ADAPTERS and not adapters:
-        raise ValueError(
-            "this run trained all weights (lora_rank=0), so there is no LoRA; use the layout diffusers or "
-            "single_file"
-        )
-    if kind == "auto":
-        kind = "lora" if adapters else "diffusers"
+    own_family, _ = find_model(settings.model, family)
+    kind = _layout(own_family, kind, has_adapters(policy))
+    writer = own_family.writers[kind]
     if out.exists() and not (out / EXPORT_FILE).is_file():
         raise ValueError(f"{out} exists and is not an export by g2rpo; choose another folder")
     unfinished = out.with_name(f"{out.name}.tmp")
@@ -117,18 +121,18 @@ def export_policy(
             f"cannot write to {out.parent} ({error.strerror}); give another folder: --out FOLDER"
         ) from error
     try:
-        WRITERS[kind](policy, unfinished, DTYPES[dtype])
+        writer.write(policy, unfinished, DTYPES[dtype])
         record = {
             "base_model": settings.model,
-            "guidance": policy.guidance,
-            "resolution": policy.resolution,
+            "guidance": policy.conditions.get("guidance"),
+            "resolution": policy.conditions.get("resolution"),
             "iteration": iteration,
             "settings": settings.resolved().model_dump(mode="json"),
         }
         write_atomic(unfinished / EXPORT_FILE, json.dumps(record, indent=1, ensure_ascii=False))
-        card = model_card(settings, metrics, iteration, policy=policy, kind=kind)
+        card = model_card(settings, metrics, iteration, policy=policy, family=own_family, kind=kind)
         write_atomic(unfinished / "README.md", card)
-        for licence in base.glob("LICENSE*"):
+        for licence in policy.folder.glob("LICENSE*") if policy.folder is not None else ():
             shutil.copyfile(licence, unfinished / licence.name)
         if out.exists():
             shutil.rmtree(out)
@@ -136,3 +140,21 @@ def export_policy(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return out
+
+
+def _layout(family: ModelFamily, kind: str, adapters: bool) -> str:
+    """Returns the layout that a policy is exported as.
+
+    Raises:
+        ValueError: the family has no such layout, or it holds only adapters and there are none.
+    """
+    if kind == "auto":
+        kind = "lora" if adapters else "diffusers"
+    if kind not in family.writers:
+        raise ValueError(f"kind={kind!r}: choose one of {', '.join(('auto', *family.writers))}")
+    if family.writers[kind].adapters and not adapters:
+        others = " or ".join(name for name, writer in family.writers.items() if not writer.adapters)
+        raise ValueError(
+            f"this run trained all weights (lora_rank=0), so there is no LoRA; use the layout {others}"
+        )
+    return kind

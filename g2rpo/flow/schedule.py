@@ -13,28 +13,46 @@ replaces the sigmas after its window by fewer points, evenly spaced in the remai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+Shift = float | Sequence[float]
+"""A shift, or a shift and a terminal sigma, to which the shifted sigmas are stretched."""
 
-def shifted_sigmas(num_steps: int, shift: float = 3.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
+
+def shifted_sigmas(num_steps: int, shift: Shift = 3.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the sigmas of a trajectory.
 
     sigma = shift t / (1 + (shift - 1) t)
 
+    With a terminal sigma, all but the last are then stretched,
+
+        1 - (1 - sigma) (1 - terminal) / (1 - sigma[T-1]),
+
+    so that the last one before 0 is `terminal` (`shift_terminal` of diffusers' schedulers).
+
     Args:
         num_steps: number of denoising steps, T >= 1.
-        shift: > 0; 1 spaces the sigmas evenly, a larger shift puts more steps near the noise.
+        shift: > 0; 1 spaces the sigmas evenly, a larger shift puts more steps near the noise. Or the two
+            numbers (shift, terminal), with terminal in (0, 1); it has no effect on a single step.
         dtype: dtype of the computation and of the result.
 
     Returns:
         [T + 1], strictly decreasing from exactly 1 to exactly 0.
 
     Raises:
-        ValueError: num_steps < 1 or shift <= 0.
+        ValueError: num_steps < 1, shift <= 0, or terminal outside (0, 1).
     """
+    if not isinstance(shift, float | int):
+        shift, terminal = shift
+        if not 0 < terminal < 1:
+            raise ValueError(f"need a terminal sigma between 0 and 1, got {terminal}")
+        sigmas = shifted_sigmas(num_steps, shift, dtype=dtype)
+        if num_steps > 1:
+            sigmas[1:-1] = 1 - (1 - sigmas[1:-1]) * ((1 - terminal) / (1 - sigmas[-2]))
+        return sigmas
     if num_steps < 1 or not shift > 0:
         raise ValueError(f"need num_steps >= 1 and shift > 0, got {num_steps=}, {shift=}")
     # Computed in `dtype`: int(1000 sigma) of the released code depends on the last float32 bit.
@@ -52,14 +70,16 @@ def resolution_shift(
     base_tokens: int = 256,
     max_tokens: int = 4096,
 ) -> float:
-    """Returns FLUX.1's shift for an image of `num_tokens` latent tokens: 3.16 at 1024 px, 2.22 at 720 px.
+    """Returns the shift that grows with the number of latent tokens of an image.
 
     mu is linear in the number of tokens, through base_shift at base_tokens and max_shift at max_tokens, also
     outside this range; then
 
         sigma = e^mu / (e^mu + 1/t - 1)  =  shift t / (1 + (shift - 1) t)  with  shift = e^mu
 
-    (`time_shift` and `get_lin_function` in black-forest-labs/flux, sampling.py; FluxPipeline does the same).
+    as in diffusers' FlowMatchEulerDiscreteScheduler with dynamic shifting (`calculate_shift` of its
+    pipelines). The defaults give 3.16 for 64 x 64 tokens and 2.22 for 45 x 45 (1024 and 720 px, if a token
+    covers 16 x 16 pixels).
 
     Raises:
         ValueError: num_tokens < 1, or base_tokens equals max_tokens.

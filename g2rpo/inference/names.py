@@ -5,19 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from g2rpo.config.load import read_settings
-from g2rpo.inference.open import base_and_files, checkpoint_of, export_record, is_weights, run_of
-from g2rpo.models.loading.files import local_folder, transformer_config
-from g2rpo.models.registry import CONDITIONS, check_files, check_weights
+from g2rpo.inference.open import (
+    checkpoint_of,
+    export_record,
+    named_options,
+    recorded_conditions,
+    run_of,
+    run_options,
+)
+from g2rpo.models.options import CONDITIONS
+from g2rpo.models.registry import check_policy
 from g2rpo.run.folder import BEST
 
 
-def check_model(model: str, base: str | None = None) -> None:
-    """Checks that `open_policy` can find a model; of a model on the hub a configuration file is fetched.
+def check_model(
+    model: str,
+    base: str | None = None,
+    *,
+    conditions: Mapping[str, Any] | None = None,
+    family: str | None = None,
+) -> None:
+    """Checks that `open_policy` can open a model; of a model on the hub configuration files are fetched.
 
     Bare weights, and the initial weights of a run that trained adapters, are checked as loading would check
     them.
@@ -25,25 +38,25 @@ def check_model(model: str, base: str | None = None) -> None:
     Args:
         model: whatever `open_policy` opens.
         base: model that bare weights belong to.
+        conditions: conditions that replace the model's own; None keeps them.
+        family: a custom model family.
 
     Raises:
-        ValueError: no such model, a run without a checkpoint, weights without a base, or weights that do not
-            fit the base.
+        ValueError: no such model, a run without a checkpoint, weights without a base, weights that do not fit
+            the base, or conditions that the model does not support.
     """
     path = Path(model).expanduser()
     run = run_of(path)
-    if run is not None:
-        checkpoint = checkpoint_of(path, run)
-        if checkpoint is None or not checkpoint.is_dir():
-            raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
-        settings = read_settings(run)
-        if settings.lora_rank:  # otherwise its checkpoint holds all weights
-            check_weights(settings)
+    if run is None:
+        name, options = named_options(model, base, conditions or {}, family)
+        check_policy(name, options, family=family)
         return
-    if not is_weights(path):
-        transformer_config(str(local_folder(path) if path.is_dir() else model))
-        return
-    check_files(*base_and_files(path, base))
+    checkpoint = checkpoint_of(path, run)
+    if checkpoint is None or not checkpoint.is_dir():
+        raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
+    settings = read_settings(run)
+    options = run_options(settings, conditions or {}, family, model)
+    check_policy(settings.model, options, family=family)
 
 
 def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list[str]:
@@ -93,13 +106,10 @@ def own_conditions(model: str) -> dict[str, Any]:
     """Returns the conditions of `CONDITIONS` that a run or an export records; {} for other models."""
     path = Path(model).expanduser()
     run = run_of(path)
-    if run is not None:
-        settings = read_settings(run)
-        own = {name: getattr(settings, name) for name in CONDITIONS}
-    else:
-        record = export_record(path)
-        own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
-        own |= {name: record[name] for name in ("guidance", "resolution") if name in record}
+    if run is None:
+        return recorded_conditions(export_record(path))
+    settings = read_settings(run)
+    own = {name: getattr(settings, name) for name in CONDITIONS}
     return {name: value for name, value in own.items() if value is not None}
 
 

@@ -9,6 +9,8 @@ a LoRA folder, a .safetensors     applied to `base`
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
-from g2rpo.models.flux.policy import FluxPolicy, Precision, SigmaRounding
-from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
-from g2rpo.models.registry import CONDITIONS, load_policy, policy_of, without_none
+from g2rpo.models.options import CONDITIONS, PolicyOptions, Precision, SigmaRounding, without_none
+from g2rpo.models.policy import Policy, root_module, trained_parameters
+from g2rpo.models.registry import load_policy
+from g2rpo.models.transformer.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.checkpoint import load_checkpoint
 from g2rpo.run.folder import BEST, damage, latest_checkpoint
@@ -55,13 +58,15 @@ def open_policy(
     *,
     base: str | None = None,
     device: str = "auto",
+    family: str | None = None,
     precision: Precision | None = None,
     guidance: float | None = None,
     true_cfg: float | None = None,
-    resolution: int | None = None,
+    negative_prompt: str | None = None,
+    resolution: Any = None,
     max_sequence_length: int | None = None,
     sigma_rounding: SigmaRounding | None = None,
-) -> FluxPolicy:
+) -> Policy:
     """Opens the policy that `model` names (see the top of this file).
 
     For a fair comparison, pass the first policy's `conditions` when the second is opened.
@@ -70,51 +75,133 @@ def open_policy(
         model: name or path.
         base: model that a LoRA or bare weights belong to. An exported LoRA records its base and the weights
             that its run began with; a `base` given here is used without them.
-        device, precision, guidance, true_cfg, resolution, max_sequence_length, sigma_rounding: as in
-            `load_policy`; None: as the run or the export recorded, otherwise the default of `load_policy`.
+        device: "auto" selects a GPU if there is one, else the CPU.
+        family: a custom model family as "module:attribute", which is imported.
+        precision, guidance, true_cfg, negative_prompt, resolution, max_sequence_length, sigma_rounding: as in
+            `PolicyOptions`; None: as the run or the export recorded, otherwise the default of
+            `PolicyOptions`.
 
     Raises:
-        ValueError: no such model, a run without a checkpoint, or weights without a base.
+        ValueError: no such model, a run without a checkpoint, weights without a base, or a custom family that
+            was not named.
     """
     path = Path(model).expanduser()
     changes = {
-        "device": device,
         "precision": precision,
         "guidance": guidance,
         "true_cfg": true_cfg,
+        "negative_prompt": negative_prompt,
         "resolution": resolution,
         "max_sequence_length": max_sequence_length,
         "sigma_rounding": sigma_rounding,
     }
-    run = run_of(path)
-    if run is not None:
-        policy, _, _ = open_run(path, **changes)
+    if run_of(path) is not None:
+        policy, _, _ = open_run(path, device=device, family=family, changes=changes)
         return policy
+    name, options = named_options(model, base, changes, family)
+    return load_policy(name, options, device=device, family=family)
+
+
+def named_options(
+    model: str | Path, base: str | None, changes: Mapping[str, Any], family: str | None
+) -> tuple[str, PolicyOptions]:
+    """Returns the name of the base and the options with which `open_policy` opens a model that is no run.
+
+    Args:
+        model, base, family: as in `open_policy`.
+        changes: conditions that replace those that an export recorded; None keeps them.
+
+    Raises:
+        ValueError: weights without a base, or a custom family that was not named.
+    """
+    path = Path(model).expanduser()
     record = export_record(path)
+    check_family(record.get("settings", {}).get("family"), family, model)
+    options = PolicyOptions(**with_changes(recorded_conditions(record), changes))
+    if not is_weights(path):
+        return str(model), options
+    base, files = base_and_files(path, base)
+    return base, replace(options, weights=tuple(files))
+
+
+def recorded_conditions(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the conditions that an export's record states, without those that it leaves to the model."""
     # The record's own values take precedence: settings may leave them to the model (None).
     own = {name: record.get("settings", {}).get(name) for name in CONDITIONS}
-    own |= {name: record.get(name) for name in ("guidance", "resolution") if name in record}
-    arguments = without_none(own) | without_none(changes)
-    if not is_weights(path):
-        return load_policy(str(model), **arguments)
-    base, files = base_and_files(path, base)
-    return load_policy(base, weights=files, **arguments)
+    own |= {name: record.get(name) for name in ("guidance", "resolution") if record.get(name) is not None}
+    return without_none(own)
 
 
-def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, dict[str, Any]]:
+def with_changes(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options in which those of `changes` are replaced; None keeps them.
+
+    A negative prompt is dropped where there is no classifier-free guidance.
+    """
+    merged = {**own, **without_none(changes)}
+    if merged.get("true_cfg", 1) == 1:
+        merged.pop("negative_prompt", None)
+    return merged
+
+
+def check_family(recorded: str | None, given: str | None, where: str | Path) -> None:
+    """Checks that a custom family which a run recorded was named: its code is not imported otherwise.
+
+    Raises:
+        ValueError: another family, or none, was named.
+    """
+    if recorded is not None and recorded != given:
+        raise ValueError(
+            f"{where} was trained with the custom model family {recorded}, whose code is imported only if "
+            f"you name it: give --family {recorded} (in Python family={recorded!r})"
+        )
+
+
+def run_options(
+    settings: Settings, changes: Mapping[str, Any], family: str | None, where: str | Path
+) -> PolicyOptions:
+    """Returns the options with which a run's checkpoint is opened.
+
+    Args:
+        settings: settings of the run.
+        changes: options that replace the run's own; None keeps them.
+        family: the custom family that was named.
+        where: the run, for the error message.
+
+    Raises:
+        ValueError: the run's custom family was not named, or options do not fit together.
+    """
+    check_family(settings.family, family, where)
+    # Without adapters the checkpoint holds all weights, so the initial `weights` are not needed.
+    own = settings if settings.lora_rank else settings.model_copy(update={"weights": None})
+    options = own.policy_options().for_inference()
+    conditions = {name: getattr(options, name) for name in CONDITIONS}
+    changed = with_changes(conditions, changes)
+    return replace(options, **{"negative_prompt": None, **changed})
+
+
+def open_run(
+    path: str | Path,
+    *,
+    device: str | None = None,
+    family: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> tuple[Policy, Settings, dict[str, Any]]:
     """Opens a run or a checkpoint.
 
     With `ema_decay` the policy has the averaged weights, as in the run's own evaluations.
 
     Args:
         path: the run folder, RUN/best or RUN/checkpoints/step_….
-        changes: settings of the policy that replace the run's own.
+        device: device of the policy; None: that of the settings.
+        family: the custom model family with which the run was trained.
+        changes: options of the policy that replace the run's own; None keeps them.
 
     Returns:
         Policy, settings, and the checkpoint's plain state, such as `iteration`.
 
     Raises:
-        ValueError: neither a run folder nor a checkpoint in one, or no checkpoint yet.
+        ValueError: neither a run folder nor a checkpoint in one, no checkpoint yet, or a custom family that
+            was not named.
     """
     path = Path(path).expanduser()
     run = run_of(path)
@@ -124,12 +211,11 @@ def open_run(path: str | Path, **changes: Any) -> tuple[FluxPolicy, Settings, di
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
     settings = read_settings(run)
-    # Without adapters the checkpoint holds all weights, so the initial `weights` are not needed.
-    own = settings if settings.lora_rank else settings.model_copy(update={"weights": None})
-    policy = policy_of(own, **changes)
+    options = run_options(settings, changes or {}, family, run)
+    policy = load_policy(settings.model, options, device=device or settings.device, family=family)
     was_damaged = damage(checkpoint)  # then loading's own error says more
     try:
-        state = load_checkpoint(checkpoint, {"module": policy.module}, restore_random=False)
+        state = load_checkpoint(checkpoint, {"module": root_module(policy)}, restore_random=False)
         if settings.ema_decay:
             _load_ema(policy, checkpoint)
     except Exception as error:
@@ -149,8 +235,8 @@ def export_record(path: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load_ema(policy: FluxPolicy, checkpoint: Path) -> None:
-    trained = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
+def _load_ema(policy: Policy, checkpoint: Path) -> None:
+    trained = trained_parameters(policy)
     mean = {name: torch.empty_like(p) for name, p in trained.items()}
     load_checkpoint(checkpoint, {"ema": mean}, restore_random=False)
     for name, parameter in trained.items():

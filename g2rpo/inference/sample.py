@@ -1,6 +1,6 @@
 """Sampling images from a policy: the plain ODE from seeded noise, as PNGs, a grid, or pairs of two models.
 
-    x_{k+1} = x_k + (sigma_{k+1} - sigma_k) v(x_k, sigma_k)        Euler, as in the stock FluxPipeline
+    x_{k+1} = x_k + (sigma_{k+1} - sigma_k) v(x_k, sigma_k)        Euler, as in the stock pipelines
 
 The initial noise of an image depends on its seed alone, not on the other images of a request. Several
 policies can share the denoising steps, one after the other: MixGRPO (arXiv:2507.21802) lets the base model
@@ -21,23 +21,13 @@ from torch import Tensor
 
 from g2rpo.data.prompts import Prompt
 from g2rpo.data.stream import prompts_hash
-from g2rpo.flow.schedule import resolution_shift, shifted_sigmas
+from g2rpo.flow.schedule import Shift, shifted_sigmas
 from g2rpo.inference.images import comparison, grid, save_png
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.loading.files import read_json
+from g2rpo.models.options import as_resolution, plain_resolution
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.runtime.files import atomic_path
-
-UNSUPPORTED_SCHEDULER_OPTIONS = (
-    "shift_terminal",
-    "invert_sigmas",
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-)
-"""Options of diffusers' scheduler whose sigmas are not shifted even steps."""
 
 
 def image_seeds(seed: int, count: int) -> list[int]:
@@ -53,42 +43,12 @@ def start_noise(policy: Policy, seeds: Sequence[int]) -> Tensor:
     return torch.stack(noise).to(policy.device)
 
 
-def pipeline_shift(folder: Path, num_tokens: int) -> float:
-    """Returns the shift that a model's stock FluxPipeline applies to images of `num_tokens` tokens.
-
-    Args:
-        folder: the model, in diffusers layout.
-        num_tokens: number of latent tokens per image.
-
-    Raises:
-        ValueError: scheduler_config.json is missing, or its sigmas are not a shift of even steps.
-    """
-    path = folder / "scheduler" / "scheduler_config.json"
-    config = read_json(path)
-    unsupported = [name for name in UNSUPPORTED_SCHEDULER_OPTIONS if config.get(name)]
-    if config.get("time_shift_type", "exponential") != "exponential":
-        unsupported.append(f"time_shift_type {config['time_shift_type']!r}")
-    if unsupported:
-        raise ValueError(
-            f"{path} uses {', '.join(unsupported)}, which no shift can express; give a number instead"
-        )
-    if not config.get("use_dynamic_shifting", False):
-        return float(config.get("shift", 1.0))
-    return resolution_shift(
-        num_tokens,
-        base_shift=config.get("base_shift", 0.5),
-        max_shift=config.get("max_shift", 1.15),
-        base_tokens=config.get("base_image_seq_len", 256),
-        max_tokens=config.get("max_image_seq_len", 4096),
-    )
-
-
 def sample_images(
     policy: Policy,
     prompts: Sequence[str],
     *,
     num_steps: int,
-    shift: float = 3.0,
+    shift: Shift = 3.0,
     seeds: Sequence[int],
     batch: int = 16,
     cond: Conditioning | None = None,
@@ -134,7 +94,7 @@ def sample_segments(
     segments: Sequence[Segment],
     prompts: Sequence[str],
     *,
-    shift: float = 3.0,
+    shift: Shift = 3.0,
     seeds: Sequence[int],
     batch: int = 16,
 ) -> Tensor:
@@ -160,7 +120,7 @@ def sample_segments(
     done = 0
     for segment in segments:
         if latents is not None:
-            gc.collect()  # a FluxPolicy's hook refers back to it, so reference counting does not free it
+            gc.collect()  # a policy's hook may refer back to it, so reference counting does not free it
         own_sigmas = sigmas[done : done + segment.num_steps + 1]
         done += segment.num_steps
         last = done == len(sigmas) - 1
@@ -204,7 +164,7 @@ def _encoded(policy: Policy, prompts: Sequence[str]) -> Conditioning:
     """Encodes each distinct text once and returns one row of conditioning per prompt."""
     unique = list(dict.fromkeys(prompts))
     rows = {prompt: i for i, prompt in enumerate(unique)}
-    return policy.encode(unique)[torch.tensor([rows[p] for p in prompts], device=policy.device)]
+    return policy.encode(unique)[torch.tensor([rows[p] for p in prompts], dtype=torch.long)]
 
 
 @dataclass(frozen=True)
@@ -218,6 +178,7 @@ class SampleRequest:
         shift: shift of the sigmas; None: that of the first model's own scheduler.
         conditions: arguments of `open_policy` (guidance, resolution, precision); None: the first model's own.
         base: model that LoRAs and bare weights belong to.
+        family: a custom model family as "module:attribute", which is imported.
         device: "auto", "cpu" or "cuda".
         batch: images per forward.
         then: a model that takes the last steps of all others (MixGRPO's hybrid inference, arXiv:2507.21802).
@@ -228,15 +189,20 @@ class SampleRequest:
     steps: tuple[int, ...] = (16,)
     num_images: int = 1
     seed: int = 0
-    shift: float | None = 3.0
+    shift: Shift | None = 3.0
     conditions: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
     device: str = "auto"
     batch: int = 16
     then: str | None = None
     first_share: float = 0.6
+    family: str | None = None
 
     def __post_init__(self) -> None:
+        size = as_resolution(self.conditions.get("resolution"))
+        if size is not None:
+            conditions = {**self.conditions, "resolution": plain_resolution(size)}
+            object.__setattr__(self, "conditions", conditions)
         if not self.prompts:
             raise ValueError("no prompts: give at least one, a file of prompts or world:NAME")
         if not self.steps or any(n < 1 for n in self.steps) or len(set(self.steps)) < len(self.steps):
@@ -288,18 +254,20 @@ class SampleRequest:
 
     def identity(self) -> dict[str, Any]:
         """What an image depends on besides its model and number of steps, as JSON values."""
+        shift = float(self.shift) if isinstance(self.shift, float | int) else self.shift
         return {
             "prompts": len(self.prompts),
             "prompts_hash": prompts_hash(self.prompts),
             "num_images": self.num_images,
             "seed": self.seed,
-            "shift": "pipeline" if self.shift is None else float(self.shift),
+            "shift": "pipeline" if shift is None else shift,
             "base": self.base,
+            **({} if self.family is None else {"family": self.family}),
             **({} if self.then is None else {"then": self.then, "first_share": self.first_share}),
             **{name: value for name, value in self.conditions.items() if value is not None},
         }
 
-    def open(self, model: str, first_conditions: Mapping[str, Any] | None = None) -> FluxPolicy:
+    def open(self, model: str, first_conditions: Mapping[str, Any] | None = None) -> Policy:
         """Opens a model under the requested conditions, and those of the first model where it is known.
 
         Raises:
@@ -307,7 +275,15 @@ class SampleRequest:
         """
         requested = {name: value for name, value in self.conditions.items() if value is not None}
         conditions = requested | dict(first_conditions or {})
-        return open_policy(model, base=self.base, device=self.device, **conditions)
+        return open_policy(model, base=self.base, device=self.device, family=self.family, **conditions)
+
+    def check(self, model: str) -> None:
+        """Checks, before any weight is read, that a model can be opened under the requested conditions.
+
+        Raises:
+            ValueError: as `check_model`.
+        """
+        check_model(model, self.base, conditions=self.conditions, family=self.family)
 
     def images(self, policy: Policy) -> Tensor:
         """Samples the images of one policy: [prompts * num_images, 3, H, W], prompt by prompt."""
@@ -322,8 +298,32 @@ class SampleRequest:
         if (steps := sum(segment.num_steps for segment in segments)) != self.num_steps:
             raise ValueError(f"segments of {steps} steps together for num_steps={self.num_steps}")
         if self.shift is None:
-            raise ValueError("shift=None: take it from a model's files (pipeline_shift) before sampling")
+            raise ValueError("shift=None: take it from a model (Policy.pipeline_shift) before sampling")
         return sample_segments(segments, self.texts, shift=self.shift, seeds=self.seeds, batch=self.batch)
+
+
+def sample_model(model: str, request: SampleRequest, out: str | Path | None = None) -> Tensor:
+    """Opens a model and samples what is requested.
+
+    Args:
+        model: as in `open_policy`.
+        request: prompts, seeds and conditions, with one number of steps.
+        out: folder to which the images are written as by `write_samples`; None: they are not written.
+
+    Returns:
+        [prompts * num_images, 3, H, W] in [0, 1], float32, on the CPU.
+
+    Raises:
+        ValueError: as `open_policy`, or several numbers of steps.
+    """
+    num_steps = request.num_steps
+    policy = request.open(model)
+    if request.shift is None:
+        request = replace(request, shift=policy.pipeline_shift())
+    images = request.images_by([Segment(lambda: policy, num_steps)])
+    if out is not None:
+        write_samples(out, images, request, {"model": model, **policy.conditions})
+    return images
 
 
 def sample_to_folder(
@@ -347,11 +347,11 @@ def sample_to_folder(
     num_steps = request.num_steps
     for other in (request.then, compare):  # before the first model has sampled
         if other is not None:
-            check_model(other, request.base)
+            request.check(other)
     opened = [request.open(model)]
     conditions = opened[0].conditions
     if request.shift is None:
-        request = replace(request, shift=pipeline_shift(opened[0].folder, opened[0].latent_shape[0]))
+        request = replace(request, shift=opened[0].pipeline_shift())
 
     def opening(name: str) -> Callable[[], Policy]:
         return lambda: request.open(name, conditions)

@@ -1,162 +1,222 @@
-"""Loading of policies by name or from a run's settings."""
+"""Finds the family of a model and loads its policy: the only way to a family."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from g2rpo.models.loading.files import transformer_config
+from g2rpo.models.family import Configs, ModelFamily, ModelFiles, ModelShape, TextEncoders
+from g2rpo.models.loading.files import config_folder, local_folder, read_json
+from g2rpo.models.loading.precision import set_precision
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.runtime.imports import check_not_injected, import_attribute
 from g2rpo.runtime.processes import resolve_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from g2rpo.models.flux.policy import FluxPolicy, Precision, SigmaRounding, TailsPrecision
+    from g2rpo.models.policy import Policy
+
+FAMILIES = {
+    "flux": "g2rpo.models.flux.family:FAMILY",
+    "qwen_image": "g2rpo.models.qwen_image.family:FAMILY",
+}
+"""Name of each family -> "module:attribute" of its `ModelFamily`, imported when a model is looked up."""
+
+RANDOM_PREFIX = "random:"
 
 
-class PolicySettings(Protocol):
-    """Settings that a policy depends on; `policy_of` also reads those named in ADAPTERS and CONDITIONS."""
+def is_random(name: str) -> bool:
+    """Returns whether `name` is the name of a model with random weights."""
+    return name.startswith(RANDOM_PREFIX)
 
-    @property
-    def model(self) -> str: ...
 
-    @property
-    def weights(self) -> str | None: ...
+def import_family(path: str) -> ModelFamily:
+    """Imports a family from "module:attribute".
 
-    @property
-    def lora_rank(self) -> int: ...
+    Raises:
+        ValueError: there is no such module or attribute, or it is not a `ModelFamily`.
+    """
+    family = import_attribute(path, "model family", "my_family:FAMILY")
+    if not isinstance(family, ModelFamily):
+        raise ValueError(
+            f"family={path!r} is a {type(family).__name__}, not a g2rpo.models.family.ModelFamily"
+        )
+    return family
 
-    @property
-    def base_dtype(self) -> str: ...
+
+def families(custom: str | None = None) -> Iterator[ModelFamily]:
+    """Yields the families in the order in which they are asked for a model.
+
+    Args:
+        custom: "module:attribute" of a family that comes before the shipped ones.
+    """
+    if custom is not None:
+        yield import_family(custom)
+    for path in FAMILIES.values():
+        yield import_family(path)
+
+
+def known_models(custom: str | None = None) -> dict[str, ModelFamily]:
+    """Returns the models of the hub whose sizes are built in, with their families."""
+    return {name: family for family in families(custom) for name in family.known}
+
+
+def find_model(name: str | Path, family: str | None = None) -> tuple[ModelFamily, ModelFiles]:
+    """Finds a model and its family; of a model on the hub only configuration files are downloaded.
+
+    Args:
+        name: `tiny`, `tiny@NAME`, `random:NAME`, a folder in diffusers layout, or a hub name.
+        family: a custom family as "module:attribute", which is asked before the shipped ones.
+
+    Raises:
+        ValueError: there is no such model, or no family for it.
+    """
+    text = str(name)
+    check_not_injected(text, "the policy", "policy")
+    if (found := _built_in(text, family, with_known=True)) is not None:
+        return found[0], ModelFiles(text, configs=found[1])
+    if is_tiny(text):
+        folder, weights = tiny_folder(text)
+        return _family_of(folder, family), ModelFiles(text, folder, weights=(weights,) if weights else ())
+    folder = config_folder(name)
+    return _family_of(folder, family), ModelFiles(text, folder)
+
+
+def fetch_model(name: str | Path, family: str | None = None) -> tuple[ModelFamily, ModelFiles]:
+    """Finds a model and its family with all files; a model on the hub is downloaded.
+
+    Raises:
+        ValueError: as `find_model`.
+    """
+    text = str(name)
+    if is_tiny(text) or _built_in(text, family, with_known=False) is not None:
+        return find_model(name, family)
+    found, files = find_model(name, family)
+    return found, replace(files, folder=local_folder(name, found.parts), configs={})
+
+
+def _built_in(name: str, custom: str | None, *, with_known: bool) -> tuple[ModelFamily, Configs] | None:
+    """Returns the family and the configurations of a model that needs no files; None: it needs them."""
+    names: list[str] = []
+    for family in families(custom):
+        configs = {**(family.known if with_known else {}), **family.random}
+        names += family.random
+        if name in configs:
+            return family, configs[name]
+    if is_random(name):
+        raise ValueError(f"no model {name!r}; with random weights there are: {', '.join(names)}")
+    return None
+
+
+def _family_of(folder: Path, custom: str | None) -> ModelFamily:
+    """Returns the family that `model_index.json` in a folder names."""
+    pipeline = read_json(folder / "model_index.json").get("_class_name")
+    known = []
+    for family in families(custom):
+        if family.pipeline == pipeline:
+            return family
+        known.append(family.pipeline)
+    raise ValueError(
+        f"{folder} is a {pipeline}; g2rpo has families for {', '.join(known)}, and takes one of your own as "
+        "--family module:attribute (setting family)"
+    )
+
+
+def check_policy(
+    name: str | Path,
+    options: PolicyOptions | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    family: str | None = None,
+) -> None:
+    """Checks, before any weight is read, that `load_policy` can load a model with these options.
+
+    Arguments are those of `load_policy`.
+
+    Raises:
+        ValueError: there is no such model, or it does not support an option, or weights do not fit.
+    """
+    found, files = find_model(name, family)
+    found.check(files, _resolved(found, files, options or PolicyOptions()), mesh)
 
 
 def load_policy(
     name: str | Path,
+    options: PolicyOptions | None = None,
     *,
     device: str | torch.device = "auto",
-    precision: Precision = "float32",
-    guidance: float = 3.5,
-    true_cfg: float = 1.0,
-    resolution: int | None = None,
-    max_sequence_length: int | None = None,
-    lora_rank: int = 0,
-    lora_alpha: float | None = None,
-    lora_targets: Sequence[str] | None = None,
-    base_dtype: Literal["compute", "float8"] = "compute",
-    tails_precision: TailsPrecision = "compute",
-    sigma_rounding: SigmaRounding = "exact",
-    weights: str | Path | Sequence[str | Path] | None = None,
-    gradient_checkpointing: bool = False,
-    compiled: bool = False,
     mesh: DeviceMesh | None = None,
-) -> FluxPolicy:
+    family: str | None = None,
+) -> Policy:
     """Loads a policy.
 
     Args:
         name: `tiny`, `tiny@NAME`, `random:NAME`, a folder in diffusers layout, or a hub name.
+        options: everything else that determines the policy; None: the defaults of `PolicyOptions`. Weights
+            are applied after those that belong to the name (`tiny@NAME`).
         device: "auto" selects a GPU if there is one, else the CPU.
-        weights: weights that are applied to the model's transformer in order (for tiny@NAME after NAME); each
-            is a LoRA or full weights, as a folder or a .safetensors file.
-        Others: as in `FluxPolicy.load`.
+        mesh: device mesh over which trained parameters are sharded (runtime/sharding.py); None: one process.
+        family: a custom family as "module:attribute"; it is asked before the shipped ones.
 
     Raises:
-        ValueError: there is no such model, or it does not support a setting.
+        ValueError: there is no such model, or it does not support an option.
     """
-    from g2rpo.models.flux.policy import FluxPolicy
-    from g2rpo.models.tiny import is_tiny, tiny_folder
-
-    paths: list[str | Path] = [weights] if isinstance(weights, str | Path) else list(weights or ())
-    embedded = None
-    if isinstance(name, str) and is_tiny(name):
-        name, embedded = tiny_folder(name)
-    return FluxPolicy.load(
-        name,
-        device=resolve_device(device),
-        precision=precision,
-        guidance=guidance,
-        true_cfg=true_cfg,
-        resolution=resolution,
-        max_sequence_length=max_sequence_length,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_targets=lora_targets,
-        base_dtype=base_dtype,
-        tails_precision=tails_precision,
-        sigma_rounding=sigma_rounding,
-        weights=[Path(path).expanduser() for path in (embedded, *paths) if path is not None],
-        gradient_checkpointing=gradient_checkpointing,
-        compiled=compiled,
-        mesh=mesh,
-    )
+    options = options or PolicyOptions()
+    found, files = find_model(name, family)
+    found.check(files, _resolved(found, files, options), mesh)
+    _, files = fetch_model(name, family)
+    resolved = resolve_device(device)
+    set_precision(options.precision, resolved)
+    return found.load(files, _resolved(found, files, options), resolved, mesh)
 
 
-CONDITIONS = (
-    "precision",
-    "guidance",
-    "true_cfg",
-    "resolution",
-    "max_sequence_length",
-    "sigma_rounding",
-)
-"""Arguments of `load_policy` that, beside the weights, determine the images that a model generates."""
+def load_text_encoders(
+    name: str | Path, options: PolicyOptions, device: torch.device, *, family: str | None = None
+) -> TextEncoders:
+    """Creates a model's text encoders without its network; their weights are read at the first prompt.
 
-
-ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
-"""Arguments of `load_policy` that describe the trained adapters and their base."""
-
-
-def policy_of(settings: PolicySettings, **changes: Any) -> FluxPolicy:
-    """Loads the initial policy of a run.
-
-    Args:
-        settings: settings of the run.
-        changes: arguments of `load_policy` that replace the settings; None keeps the setting.
+    Embeddings are bit-equal to those of the policy.
 
     Raises:
-        ValueError: as `load_policy`.
+        ValueError: there is no such model, or it does not support an option.
     """
-    names = ("device", "weights", *ADAPTERS, *CONDITIONS)
-    arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return load_policy(settings.model, **(arguments | without_none(changes)))
+    found, files = fetch_model(name, family)
+    set_precision(options.precision, device)
+    return found.text_encoders(files, options, device)
 
 
-def check_weights(settings: PolicySettings, mesh: DeviceMesh | None = None) -> None:
-    """Checks that the setting `weights` fits the model.
-
-    The values of adapters are read; of full weights only the headers.
-
-    Args:
-        settings: settings of the run.
-        mesh: mesh over which the run will be sharded; None: one process.
+def model_shape(
+    name: str | Path, options: PolicyOptions | None = None, *, family: str | None = None
+) -> ModelShape:
+    """Returns the sizes of a model; only the configuration files of a hub model are downloaded.
 
     Raises:
-        ValueError: the weights do not fit, or several processes cannot load them.
+        ValueError: there is no such model, or it does not support an option.
     """
-    if settings.weights is not None:
-        from g2rpo.models.flux.network import Training, meta_network
-
-        training = Training(lora_rank=settings.lora_rank, base_dtype=settings.base_dtype, mesh=mesh)
-        meta_network(transformer_config(settings.model), training, (Path(settings.weights).expanduser(),))
+    found, files = find_model(name, family)
+    return found.shape(files, _resolved(found, files, options or PolicyOptions()))
 
 
-def check_files(base: str, files: Sequence[Path]) -> None:
-    """Checks, as `check_weights` but without a run, that weights can be applied to a base in this order.
-
-    Args:
-        base: name of the base model, as in `load_policy`.
-        files: folders or .safetensors files.
+def negative_prompt_of(name: str | Path, options: PolicyOptions, *, family: str | None = None) -> str | None:
+    """Returns the negative prompt that a policy will need; None: it needs none.
 
     Raises:
-        ValueError: the weights do not fit, or there is no such base.
+        ValueError: there is no such model.
     """
-    from g2rpo.models.flux.network import Training, meta_network
+    if options.true_cfg == 1 or options.negative_prompt is not None:
+        return options.negative_prompt
+    return find_model(name, family)[0].negative_prompt
 
-    meta_network(transformer_config(base), Training(), tuple(files))
 
-
-def without_none(changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `changes` whose value is not None."""
-    return {name: value for name, value in changes.items() if value is not None}
+def _resolved(family: ModelFamily, files: ModelFiles, options: PolicyOptions) -> PolicyOptions:
+    """Returns the options with the weights that belong to the name and the family's negative prompt."""
+    negative = options.negative_prompt
+    if options.true_cfg != 1 and negative is None:
+        negative = family.negative_prompt
+    return replace(options, negative_prompt=negative, weights=(*files.weights, *options.weights))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from g2rpo.rollouts.score import Rollout
 
 
 def reward_metrics(
-    rollouts: Sequence[Rollout], names: Sequence[str], advantages: Sequence[Tensor], clip: float | None
+    rollouts: Sequence[Rollout],
+    names: Sequence[str],
+    advantages: Sequence[Tensor],
+    clip: float | None,
+    groupwise: Collection[str] = (),
 ) -> dict[str, float]:
     """Returns the metrics of an iteration's rewards and advantages.
 
@@ -21,11 +25,13 @@ def reward_metrics(
         names: reward names, in the order of the axis R.
         advantages: [K, G] of each group.
         clip: bound of the advantages, or None.
+        groupwise: those names that judge groups, and therefore not the anchor.
 
     Returns:
         reward/<name> (mean), reward_std/<name> (mean spread within groups), invalid_fraction/<name>,
-        anchor_reward/<name> (if the anchor has an image), advantage_abs, advantage_clipped (with a bound),
-        invalid_fraction and, for several granularities, granularity_rank_correlation.
+        anchor_reward/<name> (if the anchor has an image, of pointwise rewards), advantage_abs,
+        advantage_clipped (with a bound), invalid_fraction and, for several granularities,
+        granularity_rank_correlation.
     """
     rewards = torch.stack([r.rewards for r in rollouts], 1)  # [R, P, K, J, G]
     finite = rewards.isfinite()
@@ -37,7 +43,7 @@ def reward_metrics(
         metrics[f"reward/{name}"] = rewards[r][finite[r]].mean().item()
         metrics[f"reward_std/{name}"] = spread[r].nanmean().item()
         metrics[f"invalid_fraction/{name}"] = (~finite[r].all(-2) & policy_finite).float().mean().item()
-        if rollouts[0].anchor_rewards is not None:
+        if rollouts[0].anchor_rewards is not None and name not in groupwise:
             anchors = torch.stack([a for x in rollouts if (a := x.anchor_rewards) is not None])
             metrics[f"anchor_reward/{name}"] = anchors[:, r].nanmean().item()
     all_advantages = torch.stack(list(advantages))

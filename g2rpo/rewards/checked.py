@@ -1,5 +1,7 @@
 """Checks on what a reward returns: a failed evaluation becomes NaN, never a score.
 
+The same checks hold for rewards that score each image and for groupwise ones, which compare those of a group.
+
 An exception in a reward, such as a server timeout or a bug in user code, leaves the samples of that batch
 without a score (NaN). It is logged with its traceback, once per source line. If too many samples are invalid
 (max_invalid_fraction), the run stops with a checkpoint. A result of the wrong type, shape or dtype stops the
@@ -12,20 +14,21 @@ nothing that a reward writes into them reaches another reward or the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from g2rpo.rewards.base import is_groupwise
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.isolation import restored_state
 
 if TYPE_CHECKING:
-    from g2rpo.rewards.base import Metadata, Reward
+    from g2rpo.rewards.base import GroupReward, Metadata, Reward
 
 LOG = logging.getLogger(__name__)
 
@@ -43,10 +46,15 @@ class CheckedReward:
     """
 
     name: str
-    reward: Reward
+    reward: Reward | GroupReward
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     last_error: str | None = field(default=None, init=False, compare=False)
     _logged: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+
+    @property
+    def groupwise(self) -> bool:
+        """Whether the reward compares the images of a group: then `judge` scores, else a call."""
+        return is_groupwise(self.reward)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
         """Scores images as `Reward.__call__` does.
@@ -55,18 +63,68 @@ class CheckedReward:
             [N], float32. All scores are NaN if the reward raised; the score of a non-finite image is NaN.
 
         Raises:
-            ValueError: the inputs have different lengths, or the result is not one float32 per image.
+            ValueError: the inputs have different lengths, the result is not one float32 per image, or the
+                reward is groupwise.
             RewardExited: the reward's code ended the program (a ValueError).
             KeyboardInterrupt: the user interrupted the reward.
         """
         n = len(images)
+        if self.groupwise:
+            raise ValueError(f"reward {self.name!r} is groupwise: its `judge` scores the images of one group")
         if len(prompts) != n or (metadata is not None and len(metadata) != n):
             lengths = f"{len(prompts)} prompts" + ("" if metadata is None else f", {len(metadata)} metadata")
             raise ValueError(f"reward {self.name!r} was given {n} images but {lengths}; give one per image")
-        inputs = isolated_inputs(self.reward, images, prompts, metadata)
+        reward = cast("Reward", self.reward)
+        inputs = isolated_inputs(reward, images, prompts, metadata)
+        scores = self._scores(lambda: reward(*inputs), n)
+        non_finite = ~images.flatten(1).isfinite().all(1)
+        if bool(non_finite.any()):  # a reward may score them after conversion to 8 bits or by other pixels
+            self.last_error = self.last_error or f"{int(non_finite.sum())} of {n} images hold NaN or infinity"
+        return scores.masked_fill(non_finite.to(scores.device), torch.nan)
+
+    def judge(
+        self,
+        images: Tensor,
+        prompt: str,
+        metadata: Mapping[str, Any] | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Scores the images of one cell of a group by a groupwise reward.
+
+        Args:
+            images: [G, 3, H, W] in [0, 1], float32, of one prompt, noise step and granularity.
+            prompt, metadata: of the group.
+            valid: [G], bool; the reward gets only these images, and of them only those that are finite.
+
+        Returns:
+            [G], float32, on the device of the images. The score of an image that the reward did not get is
+            NaN. All scores are NaN if the reward raised, or if it would get fewer than 2 images.
+
+        Raises:
+            ValueError: the result is not one float32 per image, or the reward is not groupwise.
+            RewardExited, KeyboardInterrupt: as in a call.
+        """
+        if not self.groupwise:
+            raise ValueError(f"reward {self.name!r} is not groupwise: it scores images when it is called")
+        reward = cast("GroupReward", self.reward)
+        finite = images.flatten(1).isfinite().all(1)
+        members = finite if valid is None else finite & valid.to(images.device)
+        scores = images.new_full((len(images),), torch.nan, dtype=torch.float32)
+        judged = images[members]  # a copy
+        if len(judged) < 2:
+            self.last_error = self.last_error or (
+                f"{len(judged)} of the {len(images)} images of a group can be compared; that needs 2"
+            )
+            return scores
+        own_metadata = None if metadata is None else deepcopy(dict(metadata))
+        scores[members] = self._scores(lambda: reward(judged, prompt, own_metadata), len(judged)).to(scores)
+        return scores
+
+    def _scores(self, call: Callable[[], Tensor], n: int) -> Tensor:
+        """Returns the checked result of a call of the reward for n images; all NaN if it raised."""
         try:
             with exits_reported(self.name, "while scoring"), restored_state():
-                scores = self.reward(*inputs)
+                scores = call()
                 self.last_error = getattr(self.reward, "last_error", None) or self.last_error
         except (KeyboardInterrupt, RewardExited):
             raise
@@ -81,10 +139,7 @@ class CheckedReward:
                 f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
                 f"it must return float32 ({n},), NaN for a sample without a score"
             )
-        non_finite = ~images.flatten(1).isfinite().all(1)
-        if bool(non_finite.any()):  # a reward may score them after conversion to 8 bits or by other pixels
-            self.last_error = self.last_error or f"{int(non_finite.sum())} of {n} images hold NaN or infinity"
-        return scores.detach().masked_fill(non_finite.to(scores.device), torch.nan)
+        return scores.detach()
 
     def describe(self) -> str | None:
         """Returns the reward's own description (its `describe()`) for the log, or None if it has none."""

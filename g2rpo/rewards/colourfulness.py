@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.base import Metadata, Reward
+from g2rpo.rewards.base import Metadata, Reward, RewardSpec
 
 
 def load(device: torch.device) -> Reward:
@@ -25,3 +25,6 @@ def colourfulness(images: Tensor, prompts: list[str], metadata: Metadata | None 
     opponents = torch.stack([red - green, (red + green) / 2 - blue], 1).flatten(2)
     std, mean = opponents.std(2, correction=0), opponents.mean(2)
     return (std.norm(dim=1) + 0.3 * mean.norm(dim=1)).float()
+
+
+SPEC = RewardSpec(load, num_params=0)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.base import Metadata
+from g2rpo.rewards.base import Metadata, RewardSpec
 from g2rpo.runtime.text import did_you_mean
 from g2rpo.world import verifier
 from g2rpo.world.scenes import COLOUR_NAMES, OBJECT_COLOURS, RELATIONS, SHAPES
@@ -211,3 +211,7 @@ def load(device: torch.device) -> GenEval:
 def load_strict(device: torch.device) -> GenEval:
     """Returns the strict reward: 1 if an image passes all checks, else 0 (GenEval's own score)."""
     return GenEval(strict=True)
+
+
+SPEC = RewardSpec(load, num_params=0)
+STRICT_SPEC = RewardSpec(load_strict, num_params=0)

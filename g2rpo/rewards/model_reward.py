@@ -157,10 +157,14 @@ class ModelReward:
 
 @contextmanager
 def scoring(rewards: Iterable[Any]) -> Iterator[None]:
-    """Opens a scoring phase of every ModelReward among the rewards, wrapped in a CheckedReward or not."""
+    """Opens a scoring phase of every ModelReward among the rewards, wrapped or not.
+
+    A CheckedReward and a PerFrame hold the reward that they wrap as `reward`.
+    """
     with ExitStack() as stack:
-        for reward in rewards:
-            inner = getattr(reward, "reward", reward)  # unwraps a CheckedReward
+        for inner in rewards:
+            for _ in range(3):  # PerFrame may wrap a CheckedReward, and is in one
+                inner = inner if isinstance(inner, ModelReward) else getattr(inner, "reward", inner)
             if isinstance(inner, ModelReward):
                 stack.enter_context(inner.scoring())
         yield

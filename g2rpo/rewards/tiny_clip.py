@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from g2rpo.models.tiny import assets
-from g2rpo.rewards.base import Metadata
+from g2rpo.rewards.base import Metadata, RewardSpec
 from g2rpo.world.contrast import image_features
 
 
@@ -42,3 +42,6 @@ class TinyClip:
 def load(device: torch.device) -> TinyClip:
     """Loads the embedded CLIP."""
     return TinyClip(assets() / "tiny_clip", device)
+
+
+SPEC = RewardSpec(load, num_params=1_399_169)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.base import Metadata
+from g2rpo.rewards.base import Metadata, RewardSpec
 from g2rpo.world import verifier
 from g2rpo.world.captions import parse
 from g2rpo.world.scenes import Compositions
@@ -51,3 +51,7 @@ def load(device: torch.device) -> Verifier:
 def load_strict(device: torch.device) -> Verifier:
     """Returns the strict reward: 1 if the image is exactly as described, else 0."""
     return Verifier(device, strict=True)
+
+
+SPEC = RewardSpec(load, num_params=0)
+STRICT_SPEC = RewardSpec(load_strict, num_params=0)

@@ -28,6 +28,7 @@ from g2rpo.flow.solvers import dpm2m_step
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
+from g2rpo.runtime.processes import copied_to
 from g2rpo.runtime.random import keyed_noise
 from g2rpo.runtime.timing import Timer
 
@@ -94,18 +95,40 @@ class CountedPolicy:
         self.counts = {"anchor": 0, "sde": 0, "tails": 0}
 
     def __call__(
-        self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str]
+        self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str], levels: Tensor
     ) -> list[Tensor]:
-        """Evaluates the velocities of several nodes.
+        """Evaluates the velocities of several nodes; with several modules, one module at a time.
 
         Args:
             nodes: states [S, L, C], one tensor per node.
-            sigma, rows: noise level and conditioning row of each sample, [nodes * S], on the policy's device.
+            sigma: noise level of each sample, [nodes * S], on the policy's device.
+            rows: conditioning row of each sample, [nodes * S], on the CPU.
             parts: the part as which each node is counted.
+            levels: noise level of each node, on the CPU.
 
         Returns:
             One velocity [S, L, C] per node.
         """
+        if len(self.policy.modules) == 1:
+            return self._evaluate(nodes, sigma, rows, parts)
+        experts = [self.policy.expert_of(level) for level in levels.tolist()]
+        sigmas, rows_of = sigma.split(len(nodes[0])), rows.split(len(nodes[0]))
+        velocities: dict[int, Tensor] = {}
+        for name in self.policy.modules:
+            own = [n for n, expert in enumerate(experts) if expert == name]
+            if own:
+                evaluated = self._evaluate(
+                    [nodes[n] for n in own],
+                    torch.cat([sigmas[n] for n in own]),
+                    torch.cat([rows_of[n] for n in own]),
+                    [parts[n] for n in own],
+                )
+                velocities |= dict(zip(own, evaluated, strict=True))
+        return [velocities[n] for n in range(len(nodes))]
+
+    def _evaluate(
+        self, nodes: list[Tensor], sigma: Tensor, rows: Tensor, parts: Sequence[str]
+    ) -> list[Tensor]:
         per_node = len(nodes[0])
         x = torch.cat(nodes)
         velocities = []
@@ -151,7 +174,7 @@ def explore(
         noise: dependence between the noise of a group's members, at noise steps and at the start if that is
             individual, see `group_noise.group_noise`.
         timer: receives the laps "anchor" and "tails" (which includes the later noise steps of a path).
-        tails: context manager for the forwards whose results only a reward sees, such as FluxPolicy.tails.
+        tails: context manager for the forwards whose results only a reward sees, `Policy.tails`.
 
     Raises:
         ValueError: the number of conditioning rows differs from that of the prompts, rollout_batch < 1, or
@@ -173,10 +196,10 @@ def explore(
     drawn = [group_noise(noise, shape, group_size, key, step) for step in plan.noise_steps for key in keys]
     all_noise = torch.stack(drawn) if drawn else start.new_empty(0, group_size, *shape)
     member_noise = all_noise.unflatten(0, (len(plan.noise_steps), len(keys)))
-    anchor = walk_anchor(forwards, plan, levels, _on(policy.device, start), _on(policy.device, rows))
+    anchor = walk_anchor(forwards, plan, levels, copied_to(policy.device, start), rows)
     if timer is not None:
         timer.lap("anchor")
-    member_noise = _on(policy.device, member_noise)
+    member_noise = copied_to(policy.device, member_noise)
     with ExitStack() as stack:
         exploration = run_branches(
             forwards,
@@ -207,16 +230,16 @@ def walk_anchor(
         plan: says at which positions branches start and where the anchor ends.
         levels: noise level of each position, on the CPU.
         start: initial noise [P, L, C], or [P * G, L, C] with individual noise, float32.
-        rows: row of the conditioning of each state, on its device; None = 0, 1, 2, ...
+        rows: row of the conditioning of each state, on the CPU; None = 0, 1, 2, ...
     """
     starts = {branch.start for branch in plan.branches}
     part = "anchor" if plan.noise_steps else "tails"
-    rows = torch.arange(len(start), device=start.device) if rows is None else rows
-    sigma = _on(start.device, levels[:, None].repeat(1, len(start)))
+    rows = torch.arange(len(start)) if rows is None else rows
+    sigma = copied_to(start.device, levels[:, None].repeat(1, len(start)))
     states, velocities = {}, {}
     x = start
     for position in range(max(plan.anchor_evaluations, 1)):
-        (velocity,) = forwards([x], sigma[position], rows, (part,))
+        (velocity,) = forwards([x], sigma[position], rows, (part,), levels[position : position + 1])
         if position in starts:
             states[position], velocities[position] = x, velocity
         x = x + velocity * (levels[position + 1] - levels[position])
@@ -250,9 +273,9 @@ def run_branches(
     """
     tree = make_tree(plan)
     num_noise_steps, num_prompts, group_size = noise.shape[:3]
-    prompt_rows = torch.arange(num_prompts, device=noise.device).repeat_interleave(group_size)
+    prompt_rows = torch.arange(num_prompts).repeat_interleave(group_size)
     wave_sigmas = [
-        _on(noise.device, levels[list(wave.positions)].repeat_interleave(len(prompt_rows)))
+        copied_to(noise.device, levels[list(wave.positions)].repeat_interleave(len(prompt_rows)))
         for wave in tree.waves
     ]
     sigmas = levels[: plan.num_steps + 1]
@@ -271,7 +294,8 @@ def run_branches(
         if wave is tree.waves[0]:
             velocities = [anchor.velocities[position].repeat_interleave(copies, 0) for position in starts]
         else:
-            velocities = forwards(nodes, sigma, prompt_rows.repeat(len(nodes)), wave.parts)
+            rows = prompt_rows.repeat(len(nodes))
+            velocities = forwards(nodes, sigma, rows, wave.parts, levels[list(wave.positions)])
         next_nodes, next_history = [], []
         for edge in wave.edges:
             x, velocity = nodes[edge.node], velocities[edge.node]
@@ -317,10 +341,3 @@ def run_branches(
         image_of_tail=tree.image_of_tail,
         nfe={**forwards.counts, "total": sum(forwards.counts.values())},
     )
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copies a CPU tensor to the device without blocking the host, which requires pinned memory."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,8 @@
 """Scoring: an exploration and rewards become rollouts, which hold one group each as dense tensors.
 
 Distinct images are decoded once, rounded to 8 bits as in an image file, and scored once by every reward;
-tails that end at the same image share its scores. One layout serves every method: in a path method, where
+tails that end at the same image share its scores. Groupwise rewards judge the images of a cell together
+(cells.py). One layout serves every method: in a path method, where
 one image scores all steps, the rewards have size 1 on the axes K and J and broadcast.
 
 Axes: R reward, K noise step, J granularity, G member, L tokens, C channels.
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.models.policy import Policy
-from g2rpo.rewards.base import Metadata, Reward
+from g2rpo.rewards.base import GroupReward, Metadata, Reward, is_groupwise
 from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
+from g2rpo.rollouts.cells import CellJudge
 from g2rpo.rollouts.explore import Exploration
 from g2rpo.rollouts.plan import Plan
 from g2rpo.runtime.random import keyed_generator
@@ -45,7 +48,8 @@ class Rollout:
         velocity: [K, 1, L, C], the rollout's velocity at x, or None if x is not the anchor's.
         latents: [distinct images, G, L, C], float32, the clean latents, if kept.
         images: [distinct images, G, 3, H, W], uint8 on the CPU, if kept.
-        anchor_rewards: [R] of the anchor's image, or None if the anchor was not continued to the end.
+        anchor_rewards: [R] of the anchor's image, NaN for a groupwise reward, which does not judge it; None
+            if the anchor was not continued to the end.
         anchor_image: [3, H, W], uint8 on the CPU, if kept.
     """
 
@@ -93,7 +97,7 @@ class Rollout:
 def score(
     policy: Policy,
     exploration: Exploration,
-    rewards: Mapping[str, Reward],
+    rewards: Mapping[str, Reward | GroupReward],
     prompts: Sequence[str],
     metadata: Metadata | None = None,
     *,
@@ -134,6 +138,9 @@ def score(
         owners += range(num_prompts)
         latents = torch.cat([latents, exploration.anchor_latents])
 
+    pointwise: dict[str, Any] = {name: r for name, r in rewards.items() if not is_groupwise(r)}
+    groupwise: dict[str, Any] = {name: r for name, r in rewards.items() if is_groupwise(r)}
+    cells = CellJudge(groupwise, prompts, metadata, group_size, len(exploration.latents) * num_prompts)
     scores, kept_images, finite_images = [], [], []
     with scoring(rewards.values()):
         for low in range(0, len(latents), decode_batch):
@@ -144,14 +151,16 @@ def score(
                 timer.lap("decode")
             prompt_rows = owners[batch]
             image_metadata = None if metadata is None else [metadata[p] for p in prompt_rows]
-            batch_scores = score_batch(rewards, pixels, [prompts[p] for p in prompt_rows], image_metadata)
+            batch_scores = score_batch(pointwise, pixels, [prompts[p] for p in prompt_rows], image_metadata)
             scores.append(batch_scores.masked_fill(~finite, torch.nan))
+            cells.add(pixels, finite)
             if timer is not None:
                 timer.lap("reward")
             if keep_images:
                 kept_images.append((pixels * 255).round().to(torch.uint8).cpu())
 
-    all_scores = torch.cat(scores, dim=1)
+    scores_of = dict(zip(pointwise, torch.cat(scores, dim=1), strict=True)) | cells.scores(len(latents))
+    all_scores = torch.stack([scores_of[name] for name in rewards])
     tree_shape = (len(exploration.latents), num_prompts, group_size)
     num_tree = len(exploration.latents) * num_prompts * group_size
     branch_of_step = [b for b, branch in enumerate(plan.branches) for _ in branch.noise_steps]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from g2rpo.algorithms.base import coarse_tails_warning
+from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
@@ -73,14 +73,19 @@ def is_finished(settings: Settings) -> bool:
     return path.is_file() and path.read_text(encoding="utf-8").strip() == str(settings.iterations)
 
 
-def describe_run(settings: Settings, policy: Policy, parameters: Mapping[str, Tensor], step: int) -> str:
+def describe_run(
+    settings: Settings,
+    algorithm: Algorithm,
+    policy: Policy,
+    parameters: Mapping[str, Tensor],
+    step: int,
+) -> str:
     """One line about what is trained, forwards per iteration and device; a second line if there is a warning.
 
     Args:
         parameters: name -> trained parameter.
         step: iterations already completed.
     """
-    algorithm = settings.make_algorithm()
     count = sum(p.numel() for p in parameters.values())
     plan = algorithm.plan(settings.seed, step)
     nfe = plan.nfe(settings.group_size, policy.forwards_per_sample)["total"]

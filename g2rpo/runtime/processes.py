@@ -142,6 +142,13 @@ def any_process(flag: bool) -> bool:
     return any(gathered(flag))
 
 
+def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor to the device; from the CPU to a GPU without blocking the host, from pinned memory."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def resolve_device(device: str | torch.device) -> torch.device:
     """Converts a device setting: "auto" becomes cuda where there is a GPU, else cpu.
 

@@ -64,7 +64,7 @@ def shard(
         reduce_dtype: dtype in which gradients are reduced; None: `param_dtype`.
         ignored: parameters that every process keeps in full, such as a frozen base.
     """
-    # FLUX's blocks return views, but nothing writes into them, so the warning does not apply.
+    # Transformer blocks may return views, but nothing writes into them, so the warning does not apply.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Inputs keep their dtype: sigma must reach the network in float32.
     policy = MixedPrecisionPolicy(

@@ -7,9 +7,10 @@ import platform
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Literal
+
+from g2rpo.models.tiny import FOLDER, assets
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ OPTIONAL = {
     "torchao": ("AdamW's moments and tails in 8 bits", "pip install torchao"),
     "rapidocr": ("the reward ocr", "pip install rapidocr onnxruntime rapidfuzz"),
     "pyarrow": ("prompts in parquet files", "pip install pyarrow"),
-    "sentencepiece": ("T5 tokenizers without tokenizer.json", "pip install sentencepiece protobuf"),
+    "sentencepiece": ("tokenizers without tokenizer.json", "pip install sentencepiece protobuf"),
 }
-FLUX_GB = 24  # 12 billion parameters of 2 bytes each
+LARGE_MODEL_GB = 24  # 12 billion parameters of 2 bytes each
+LARGE_MODEL = f"the weights of a 12-billion-parameter model alone take {LARGE_MODEL_GB} GB in bfloat16"
 
 
 def report(out: str | Path = "runs") -> list[Row]:
@@ -92,12 +94,12 @@ def _devices() -> list[Row]:
             if built
             else "this torch is built for CPUs only"
         )
-        return [Row("gpu", "optional", "none", f"{reason}; the embedded model needs none, FLUX.1 does")]
+        return [Row("gpu", "optional", "none", f"{reason}; the embedded model needs none, larger ones do")]
     rows = []
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
         memory = device.total_memory / 1e9
-        advice = "" if memory >= FLUX_GB else f"the weights of FLUX.1-dev alone take {FLUX_GB} GB"
+        advice = "" if memory >= LARGE_MODEL_GB else LARGE_MODEL
         rows.append(Row(f"gpu {i}", "ok", f"{device.name}, {memory:.0f} GB", advice))
     return rows
 
@@ -128,8 +130,7 @@ def _disk(out: Path) -> Row:
 
 
 def _embedded_model() -> Row:
-    folder = resources.files("g2rpo") / "assets" / "tiny_flux"
-    if (folder / "model_index.json").is_file():
+    if (assets() / FOLDER / "model_index.json").is_file():
         return Row("embedded model", "ok", "tiny")
     return Row(
         "embedded model",

@@ -15,56 +15,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from g2rpo.models.flux.random import is_random
-from g2rpo.models.loading.files import PARTS, local_folder, read_json
-from g2rpo.models.tiny import is_tiny, tiny_folder
-from g2rpo.rewards.registry import REWARDS
-from g2rpo.runtime.text import did_you_mean
-
-
-@dataclass(frozen=True)
-class Source:
-    """Files of one hub repository.
-
-    Attributes:
-        repo: owner/name.
-        files: names or patterns; each must match a file of the repository.
-        also: names or patterns of optional files.
-    """
-
-    repo: str
-    files: tuple[str, ...]
-    also: tuple[str, ...] = ("README.md", "LICENSE*")
-
-
-MODEL_FILES = ("model_index.json", *(f"{part}/*" for part in PARTS))
-TOKENIZER_EXTRAS = ("tokenizer.json", "special_tokens_map.json", "README.md", "LICENSE*")
-CLIP_TOKENIZER = Source(
-    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-    ("tokenizer_config.json", "vocab.json", "merges.txt"),
-    TOKENIZER_EXTRAS,
-)
-
-REWARD_SOURCES: dict[str, tuple[Source, ...]] = {
-    "hps": (Source("xswu/HPSv2", ("HPS_v2.1_compressed.pt",)), CLIP_TOKENIZER),
-    "clip": (
-        Source("apple/DFN5B-CLIP-ViT-H-14", ("open_clip_config.json", "open_clip_pytorch_model.bin")),
-        CLIP_TOKENIZER,
-    ),
-    "pickscore": (
-        Source("yuvalkirstain/PickScore_v1", ("config.json", "model.safetensors")),
-        CLIP_TOKENIZER,
-    ),
-    "imagereward": (
-        Source("THUDM/ImageReward", ("ImageReward.pt",)),
-        Source("google-bert/bert-base-uncased", ("vocab.txt", "tokenizer_config.json"), TOKENIZER_EXTRAS),
-    ),
-    "unified": (),
-    "http": (),
-}
-"""Reward -> its repositories of weights and tokenizer, whose licences are shown; empty for rewards that a
-server computes. Rewards without an entry are part of the package.
-"""
+from g2rpo.models.family import ModelFamily
+from g2rpo.models.loading.files import local_folder, read_json
+from g2rpo.models.registry import find_model, is_random, known_models
+from g2rpo.models.tiny import is_tiny
+from g2rpo.rewards.base import RewardSpec, Source
+from g2rpo.rewards.registry import reward_facts
 
 
 @dataclass(frozen=True)
@@ -78,6 +34,7 @@ class Need:
         num_files, size_bytes: of all files.
         num_missing, missing_bytes: of the files that are not cached.
         source: files of a repository; None: nothing is fetched.
+        family: of a model on the hub.
     """
 
     what: str
@@ -89,6 +46,7 @@ class Need:
     num_missing: int = 0
     missing_bytes: int = 0
     source: Source | None = None
+    family: ModelFamily | None = None
 
     def __str__(self) -> str:
         if self.source is None:
@@ -104,7 +62,11 @@ OPEN, GRANTED, NO_LOGIN, REFUSED = "open", "gated, granted", "gated, not logged 
 
 
 def needs(
-    model: str, rewards: Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None
+    model: str,
+    rewards: Iterable[str],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    family: str | None = None,
 ) -> list[Need]:
     """Lists what a run with this model and these rewards needs; sizes and licences come from the hub.
 
@@ -112,34 +74,29 @@ def needs(
         model: as in `load_policy`.
         rewards: names; `module:function` is the user's own.
         options: reward -> its options; `path` and `tokenizer` replace its repositories.
+        family: a custom family as "module:attribute".
 
     Raises:
         ValueError: no such model, folder, repository or reward, an incomplete folder, or no network.
     """
-    listed = [_model_need(model)]
+    listed = [_model_need(model, family)]
     for name in dict.fromkeys(rewards):
-        if name in REWARD_SOURCES:
-            for source in _reward_sources(name, (options or {}).get(name, {})):
-                if isinstance(source, Path):
-                    listed.append(Need(f"reward {name}", f"{source}: here"))
-                elif source not in (need.source for need in listed):
-                    listed.append(_hub_need(f"reward {name}", source))
-            if not REWARD_SOURCES[name]:
-                listed.append(Need(f"reward {name}", "computed by a server, which has the weights"))
-        elif ":" in name:
-            listed.append(Need(f"reward {name}", "your own code"))
-        elif name in REWARDS:
-            listed.append(Need(f"reward {name}", "ships with g2rpo or a package that it needs"))
-        else:
-            known = [*REWARDS, *REWARD_SOURCES]
-            raise ValueError(f"no reward {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")
+        spec = reward_facts(name).spec  # a ValueError if there is no such reward
+        if spec is None or not spec.sources:
+            listed.append(Need(f"reward {name}", "your own code" if spec is None else spec.origin))
+            continue
+        for source in _reward_sources(spec, (options or {}).get(name, {})):
+            if isinstance(source, Path):
+                listed.append(Need(f"reward {name}", f"{source}: here"))
+            elif source not in (need.source for need in listed):
+                listed.append(_hub_need(f"reward {name}", source, _hub_info(source.repo)))
     return listed
 
 
-def _reward_sources(name: str, options: Mapping[str, Any]) -> list[Source | Path]:
+def _reward_sources(spec: RewardSpec, options: Mapping[str, Any]) -> list[Source | Path]:
     """Where weights and tokenizer are: as published, or given by the options `path` and `tokenizer`."""
     sources: list[Source | Path] = []
-    for key, source in zip(("path", "tokenizer"), REWARD_SOURCES[name], strict=False):
+    for key, source in zip(("path", "tokenizer"), spec.sources, strict=False):
         origin = str(options.get(key) or source.repo)
         local = Path(origin).expanduser()
         weights = sources[0] if sources and isinstance(sources[0], Path) else None
@@ -173,11 +130,12 @@ def fetch_needs(needed: Sequence[Need], say: Callable[[str], None] = print) -> N
         say("nothing to fetch, everything is here")
 
 
-def missing_files(folder: Path) -> list[str]:
-    """Lists the files of a FluxPipeline that a folder in diffusers layout lacks, without loading anything."""
+def missing_files(folder: Path, family: ModelFamily) -> list[str]:
+    """Lists the files of a model that a folder in diffusers layout lacks, without loading anything."""
     index = read_json(folder / "model_index.json")
-    missing = [f"{part} in model_index.json" for part in PARTS if (index.get(part) or [None])[0] is None]
-    for part in PARTS:
+    parts = family.parts
+    missing = [f"{part} in model_index.json" for part in parts if (index.get(part) or [None])[0] is None]
+    for part in parts:
         missing += _missing_of_part(folder, part)
     return missing
 
@@ -201,35 +159,55 @@ def _missing_of_part(folder: Path, part: str) -> list[str]:
     return missing
 
 
-def _model_need(model: str) -> Need:
+def _model_need(model: str, custom: str | None) -> Need:
     if is_random(model):
+        find_model(model, custom)  # raises a ValueError that lists them
         return Need("model", f"{model}: random weights, made when loaded")
     if is_tiny(model):
-        tiny_folder(model)
+        find_model(model, custom)
         return Need("model", f"{model}: ships with g2rpo")
     if not Path(model).expanduser().is_dir() and model.count("/") == 1 and model[0] not in "./~":
-        return _hub_need("model", Source(model, MODEL_FILES))
-    folder = local_folder(model)  # raises a ValueError that says what a model may be
-    if missing := missing_files(folder):
+        return _hub_model(model, custom)
+    family, files = find_model(model, custom)  # raises a ValueError that says what a model may be
+    assert files.folder is not None
+    if missing := missing_files(files.folder, family):
         raise ValueError(
-            f"{folder} is incomplete; it lacks {', '.join(missing)}. Copy them from the source of the model, "
-            "or name its hub repository instead"
+            f"{files.folder} is incomplete; it lacks {', '.join(missing)}. Copy them from the source of the "
+            "model, or name its hub repository instead"
         )
-    return Need("model", f"{folder}: complete")
+    return Need("model", f"{files.folder}: complete")
 
 
-def _hub_need(what: str, source: Source) -> Need:
-    from huggingface_hub import HfApi, try_to_load_from_cache
+def _hub_model(repo: str, custom: str | None) -> Need:
+    """A model on the hub, whose model_index.json says of which family it is, unless the name is known."""
+    info = _hub_info(repo)
+    _check_files(Source(repo, ("model_index.json",)), info, "; it is no pipeline in diffusers layout")
+    family = known_models(custom).get(repo) or find_model(repo, custom)[0]
+    source = Source(repo, ("model_index.json", *(f"{part}/*" for part in family.parts)))
+    return replace(_hub_need("model", source, info), family=family)
+
+
+def _hub_info(repo: str) -> Any:
+    """Names, sizes and the card of a repository's files, which the hub tells of gated ones too."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repo):
+        return HfApi().model_info(repo, files_metadata=True)
+
+
+def _check_files(source: Source, info: Any, remark: str = "") -> None:
+    """Raises ValueError if the repository has no file for one of the names or patterns."""
+    names = [file.rfilename for file in info.siblings or ()]
+    if absent := [pattern for pattern in source.files if not any(fnmatch(name, pattern) for name in names)]:
+        raise ValueError(f"{source.repo} on the hub holds no {', '.join(absent)}, which g2rpo needs{remark}")
+
+
+def _hub_need(what: str, source: Source, info: Any) -> Need:
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import filter_repo_objects
 
-    with _hub_errors(source.repo):
-        info = HfApi().model_info(source.repo, files_metadata=True)
+    _check_files(source, info)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    if absent := [pattern for pattern in source.files if not any(fnmatch(name, pattern) for name in sizes)]:
-        raise ValueError(
-            f"{source.repo} on the hub holds no {', '.join(absent)}, which g2rpo needs"
-            + ("; it is not a FluxPipeline in diffusers layout" if source.files == MODEL_FILES else "")
-        )
     selected = list(filter_repo_objects(sizes, allow_patterns=[*source.files, *source.also]))
     missing = [
         name
@@ -275,9 +253,9 @@ def _download(need: Need) -> Path:
     from huggingface_hub import snapshot_download
 
     assert need.source is not None
-    if need.what == "model":
-        folder = local_folder(need.origin)
-        if missing := missing_files(folder):
+    if need.family is not None:
+        folder = local_folder(need.origin, need.family.parts)
+        if missing := missing_files(folder, need.family):
             raise ValueError(f"{need.origin} was fetched into {folder}, but lacks {', '.join(missing)}")
         return folder
     with _hub_errors(need.origin):

@@ -10,19 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from g2rpo.config.settings import Settings
-from g2rpo.data.embeddings import SHARDS, EmbeddingCache
+from g2rpo.data.embeddings import SHARDS, EmbeddingCache, Encoder
 from g2rpo.data.prompts import ReadReport, read_prompts
-from g2rpo.models.flux.random import RandomText, is_random, random_configs
-from g2rpo.models.flux.text import FluxText
-from g2rpo.models.loading.files import flux_folder
+from g2rpo.models.family import TextEncoders, Truncation
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.models.registry import load_text_encoders
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     any_process,
@@ -33,7 +30,7 @@ from g2rpo.runtime.processes import (
     world_size,
 )
 from g2rpo.runtime.progress import show_progress
-from g2rpo.training.run_prompts import run_prompts
+from g2rpo.training.run_prompts import RunPrompts
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 
@@ -42,7 +39,7 @@ INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
 class Encoders:
     """A model's text encoders without its policy, as an `Encoder` for the embedding cache."""
 
-    text: FluxText | RandomText
+    text: TextEncoders
 
     @property
     def device(self) -> torch.device:
@@ -63,63 +60,8 @@ def text_encoders(settings: Settings, device: torch.device) -> Encoders:
     Raises:
         ValueError: an unknown model, another kind of pipeline, or a max_sequence_length out of range.
     """
-    # The same matmul and attention settings as in FluxPolicy.load give bit-equal embeddings.
-    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    name, precision, length = settings.model, settings.precision, settings.max_sequence_length
-    if is_random(name):
-        text = RandomText(random_configs(name), device=device, precision=precision, length=length)
-        return Encoders(text)
-    folder = tiny_folder(name)[0] if is_tiny(name) else flux_folder(name)
-    return Encoders(FluxText(folder, device=device, precision=precision, max_sequence_length=length))
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """Prompts that are longer than an encoder's limit.
-
-    Attributes:
-        encoder: "CLIP" or "T5".
-        tokens: the limit, including special tokens.
-        prompts: the truncated prompts.
-    """
-
-    encoder: str
-    tokens: int
-    prompts: tuple[str, ...]
-
-    def __str__(self) -> str:
-        effect = (
-            "only their pooled embedding, not T5's input"
-            if self.encoder == "CLIP"
-            else "what the model reads"
-        )
-        first = self.prompts[0][:60] + ("…" if len(self.prompts[0]) > 60 else "")
-        return (
-            f"{self.encoder} truncates {len(self.prompts)} prompts to {self.tokens} tokens, which shortens "
-            f"{effect}; the first: {first!r}"
-        )
-
-
-def truncated_prompts(text: Any, prompts: Sequence[str]) -> list[Truncation]:
-    """The prompts that CLIP and T5 truncate: one entry per encoder that truncates any.
-
-    Args:
-        text: the text encoders. Only FluxText has tokenizers; other encoders truncate nothing.
-        prompts: the prompts to check.
-    """
-    if not isinstance(text, FluxText) or not prompts:
-        return []
-    truncations = []
-    for encoder, tokenizer, limit in (
-        ("CLIP", text.tokenizer, int(text.tokenizer.model_max_length)),
-        ("T5", text.tokenizer_2, text.max_sequence_length),
-    ):
-        ids = tokenizer(list(prompts), truncation=False, padding=False, verbose=False).input_ids
-        long = tuple(prompt for prompt, row in zip(prompts, ids, strict=True) if len(row) > limit)
-        truncations += [Truncation(encoder, limit, long)] if long else []
-    return truncations
+    encoders = load_text_encoders(settings.model, settings.policy_options(), device, family=settings.family)
+    return Encoders(encoders)
 
 
 @dataclass(frozen=True)
@@ -157,7 +99,7 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
     number, processes = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     console = Console(quiet=True) if number else console or Console()
     say = _printer(console)
-    texts = run_prompts(settings)
+    texts = RunPrompts.of(settings).texts
     policy = text_encoders(settings, _local_device(settings.device))
     # Shares of all prompts, not of the missing ones, because the processes read the cache at different times.
     share = texts[number::processes]
@@ -172,7 +114,7 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
         except KeyboardInterrupt:
             say(INTERRUPTED.format(filling.added))
             return EmbedResult(len(texts), len(share), already, filling.added, True, [])
-    truncations = truncated_prompts(policy.text, texts)
+    truncations = policy.text.truncated(texts)
     sources = dict.fromkeys(source for source in (settings.prompts, settings.eval_prompts) if source)
     for line in (*(_summary(read_prompts(source)[1]) for source in sources), *map(str, truncations)):
         say(line)
@@ -184,20 +126,30 @@ class EmbeddingInterrupted(Exception):
     """A signal ended a run before its first iteration. The embeddings made so far are kept."""
 
 
-def embed_missing(settings: Settings, device: torch.device) -> None:
+def embed_missing(
+    settings: Settings, texts: Sequence[str], device: torch.device, policy: Encoder | None = None
+) -> None:
     """Embeds a run's prompts that are not in the cache; the first step of `train`.
 
     The processes of the run share the work.
+
+    Args:
+        texts: the texts of the run (`RunPrompts.texts`).
+        device: device of the text encoders.
+        policy: a policy that was not loaded by its name, which encodes; None: the model's text encoders are
+            loaded for it, and freed.
 
     Raises:
         EmbeddingInterrupted: a signal reached any of the processes; raised on all of them.
         ValueError: an error of `embed_run`.
     """
     console = Console(quiet=rank() > 0)
-    texts, encoders = run_prompts(settings), text_encoders(settings, device)
+    loaded: Encoders | None = None
+    if policy is None:
+        policy = loaded = text_encoders(settings, device)
     cache = EmbeddingCache(settings.cache)
-    filling = _Filling(cache, encoders, texts[rank() :: world_size()], console)
-    if missing := len(cache.missing(encoders, texts)):
+    filling = _Filling(cache, policy, texts[rank() :: world_size()], console)
+    if missing := len(cache.missing(policy, texts)):
         _printer(console)(f"embedding {missing} prompts")
     with interruptible() as interrupt:
         try:
@@ -207,7 +159,8 @@ def embed_missing(settings: Settings, device: torch.device) -> None:
         except KeyboardInterrupt:
             _printer(console)(INTERRUPTED.format(sum(gathered(filling.added))))
             raise EmbeddingInterrupted from None
-    encoders.text.unload()
+    if loaded is not None:
+        loaded.text.unload()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -221,7 +174,7 @@ class _Filling:
     """
 
     def __init__(
-        self, cache: EmbeddingCache, encoders: Encoders, prompts: Sequence[str], console: Console
+        self, cache: EmbeddingCache, encoders: Encoder, prompts: Sequence[str], console: Console
     ) -> None:
         self._cache, self._encoders, self._console = cache, encoders, console
         self.missing, self.added = cache.missing(encoders, prompts), 0

@@ -25,6 +25,18 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.O
     return torch.optim.AdamW(list(parameters), fused=True, **arguments)
 
 
+def fill_missing_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sets the gradient of parameters that the loss does not depend on to 0.
+
+    Some networks have such parameters: where only one of two streams is the output, the last layers of the
+    other have no effect. Without a gradient, the optimizer would keep no moments of them, and its checkpoint
+    would not fit when the run is resumed.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the learning rate of every parameter group; torchao needs the same tensor every time."""
     in_tensor = type(optimizer).__module__.startswith("torchao.")

@@ -1,32 +1,75 @@
-"""The prompts that a run will encode."""
+"""The prompts of a run: which it trains on, evaluates and shows, and all texts that it will encode."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from g2rpo.config.settings import Settings
-from g2rpo.data.prompts import read_prompts
+from g2rpo.data.prompts import Prompt, ReadReport, read_prompts
 from g2rpo.data.stream import PromptStream
 from g2rpo.evaluation.before_after import Comparison
+from g2rpo.evaluation.monitor import EvaluationPlan
+from g2rpo.models.policy import Policy
+from g2rpo.models.registry import negative_prompt_of
 
 
-def run_prompts(settings: Settings) -> list[str]:
-    """All distinct texts that a run encodes: for training, evaluation, sample grids and the comparison.
+@dataclass(frozen=True)
+class RunPrompts:
+    """The prompts of a run, from its settings alone.
 
-    With true classifier-free guidance the empty prompt is one of them.
-
-    Raises:
-        ValueError: a source of prompts cannot be read.
+    Attributes:
+        source: all training prompts, in the order of their source.
+        report: what was read from that source.
+        stream: the order in which the run trains on them.
+        trained: the prompts of all iterations, in that order, with repeats.
+        comparison: the images that are sampled before and after training.
+        evaluation: the images of evaluations and sample grids.
+        negative: the negative prompt of classifier-free guidance; None: there is none.
     """
-    prompts, _ = read_prompts(settings.prompts)
-    eval_prompts = (
-        read_prompts(settings.eval_prompts)[0][: settings.num_eval_prompts] if settings.eval_prompts else []
-    )
-    trained = PromptStream(prompts, settings.seed).at(0, settings.iterations * settings.prompts_per_iteration)
-    comparison = Comparison.of(
-        settings.compare_images, settings.eval_num_steps, trained, prompts, eval_prompts
-    )
-    texts = [prompt.text for prompt in (*trained, *prompts[: settings.num_sample_prompts])]
-    texts += [prompt.text for prompt in eval_prompts] if settings.eval_every else []
-    texts += [text for image_set in comparison.sets for text in image_set.prompts]
-    if settings.true_cfg != 1:
-        texts.append("")  # the negative prompt
-    return list(dict.fromkeys(texts))
+
+    source: Sequence[Prompt]
+    report: ReadReport
+    stream: PromptStream
+    trained: Sequence[Prompt]
+    comparison: Comparison
+    evaluation: EvaluationPlan
+    negative: str | None
+
+    @staticmethod
+    def of(settings: Settings, policy: Policy | None = None) -> RunPrompts:
+        """Reads the prompts of a run.
+
+        Args:
+            policy: the policy of the run, if it was not loaded by its name; it knows its negative prompt.
+
+        Raises:
+            ValueError: a source of prompts cannot be read, or there is no such model.
+        """
+        source, report = read_prompts(settings.prompts)
+        evaluated = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
+        evaluated = evaluated[: settings.num_eval_prompts]
+        stream = PromptStream(source, settings.seed)
+        trained = stream.at(0, settings.iterations * settings.prompts_per_iteration)
+        if policy is not None:
+            negative = policy.negative_prompt
+        else:
+            negative = negative_prompt_of(settings.model, settings.policy_options(), family=settings.family)
+        return RunPrompts(
+            source,
+            report,
+            stream,
+            trained,
+            Comparison.of(settings.compare_images, settings.eval_num_steps, trained, source, evaluated),
+            EvaluationPlan.of(settings, source, evaluated),
+            negative,
+        )
+
+    @property
+    def texts(self) -> list[str]:
+        """All distinct texts that the run encodes, the negative prompt last."""
+        sets = (self.evaluation.shown, self.evaluation.evaluated, *self.comparison.sets)
+        texts = [prompt.text for prompt in self.trained]
+        texts += [text for image_set in sets if image_set is not None for text in image_set.prompts]
+        texts += [] if self.negative is None else [self.negative]
+        return list(dict.fromkeys(texts))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,17 @@ from g2rpo.config.checks import check_files, check_tails
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.data.prompts import read_prompts
-from g2rpo.data.stream import PromptStream
-from g2rpo.evaluation.before_after import Change, Comparison
-from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator
+from g2rpo.evaluation.before_after import Change
+from g2rpo.evaluation.monitor import Evaluator
 from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.policy import Conditioning
-from g2rpo.models.registry import check_weights, policy_of
+from g2rpo.models.policy import Conditioning, Policy, has_adapters, root_module, trained_parameters
+from g2rpo.models.registry import check_policy, load_policy
 from g2rpo.objectives.base import Context
 from g2rpo.objectives.stats import invalid_share, reward_metrics
+from g2rpo.rewards.base import GroupReward, Reward
 from g2rpo.rewards.exits import RewardExited
-from g2rpo.rewards.registry import CheckedReward, load_rewards
+from g2rpo.rewards.registry import CheckedReward
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
@@ -64,11 +62,13 @@ from g2rpo.runtime.progress import RunProgress
 from g2rpo.runtime.random import random_state, seed_everything
 from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.runtime.timing import Timer, peak_memory
+from g2rpo.training.components import Components
 from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
+from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
 
@@ -99,8 +99,31 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
 class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.recorded_settings = settings = settings.resolved(custom=True)
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        policy: Policy | None = None,
+        rewards: Mapping[str, Reward | GroupReward] | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        """Loads what a run needs, and nothing of it before all settings and files are checked.
+
+        Args:
+            settings: settings of the run.
+            policy: the policy to train, in place of the settings' `model`; its options (LoRA, precision,
+                guidance, …) are its own, and those of the settings have no effect.
+            rewards: name -> reward to train, in place of the settings' `rewards`.
+            algorithm: the method, in place of the settings' `algorithm` and its options.
+
+        Objects that are given here are recorded as "injected" in RUN/config.toml; give the same ones to
+        resume the run.
+
+        Raises:
+            ValueError: settings or files that do not fit.
+        """
+        components = Components(policy, rewards, algorithm)
+        self.recorded_settings = settings = components.recorded(settings)
         check_files(settings)
         # Code of a reward may change the working directory; the run stays in its folders.
         settings = settings.model_copy(update=_absolute_folders(settings))
@@ -115,47 +138,39 @@ class Trainer:
         mesh = sharding_mesh(device, settings.shard_size)
         self.settings = settings
         self.out = Path(settings.out)
-        prompts, report = read_prompts(settings.prompts)
-        eval_prompts = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
-        eval_prompts = eval_prompts[: settings.num_eval_prompts]
-        self.algorithm: Algorithm = settings.make_algorithm()
+        prompts = RunPrompts.of(settings, policy)
+        self.algorithm = components.make_algorithm(settings)
         self.objective = self.algorithm.objective()
         check_tails(settings, self.objective)
-        self.stream = PromptStream(prompts, settings.seed)
+        self.stream, self.comparison = prompts.stream, prompts.comparison
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
-        trained_prompts = self.stream.at(0, settings.iterations * settings.prompts_per_iteration)
-        self.comparison = Comparison.of(
-            settings.compare_images, settings.eval_num_steps, trained_prompts, prompts, eval_prompts
-        )
         if kept.get("iteration", 0) > 0:
             self.comparison = self.comparison.resumed(self.out)
-        self.prompt_report = "; ".join(filter(None, (str(report), self.comparison.note)))
+        self.prompt_report = "; ".join(filter(None, (str(prompts.report), self.comparison.note)))
 
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
             torch.use_deterministic_algorithms(True)
-        check_weights(settings, mesh)
+        options = settings.policy_options()
+        if policy is None:
+            check_policy(settings.model, options, mesh=mesh, family=settings.family)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
-        names = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
         self.rewards: dict[str, CheckedReward] = run_together(
-            lambda: load_rewards(names, device, settings.reward_options)
+            lambda: components.load_rewards(settings, device)
         )
-        embed_missing(settings, device)  # before the policy: on a small GPU both do not fit
+        # Before the policy: on a small GPU both do not fit.
+        embed_missing(settings, prompts.texts, device, policy)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
-        self.policy: FluxPolicy = policy_of(
-            settings,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            compiled=settings.compile_blocks,
-            tails_precision=settings.tails_precision,
-            mesh=mesh,
+        self.policy: Policy = policy or load_policy(
+            settings.model, options, device=settings.device, mesh=mesh, family=settings.family
         )
         self.cache = EmbeddingCache(settings.cache)
-        if settings.true_cfg != 1:
-            self.policy.set_negative(self.cache.get(self.policy, [""]))
+        if self.policy.negative_prompt is not None:
+            self.policy.set_negative(self.cache.get(self.policy, [self.policy.negative_prompt]))
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
-        self.parameters = {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
+        self.parameters = trained_parameters(self.policy)
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self._copy_initial_weights()
         self.step = 0
@@ -165,13 +180,13 @@ class Trainer:
         ] = {}  # of the checkpoint before; the next line of metrics tells it
         self.evaluator = Evaluator(
             self.policy,
-            self.rewards,
+            {name: reward for name, reward in self.rewards.items() if not reward.groupwise},
             self.cache,
             settings.eval_num_steps,
             self.algorithm.shift,
             self.rollout_batch,
         )
-        self.evaluation_plan = EvaluationPlan.of(settings, prompts, eval_prompts)
+        self.evaluation_plan = prompts.evaluation
 
     def _copy_initial_weights(self) -> None:
         """Copies the weights before training; must precede `_restore`, which loads those of a checkpoint.
@@ -179,12 +194,14 @@ class Trainer:
         The reference of the KL stays as it is here. The average and the behaviour weights begin here, and a
         checkpoint replaces them.
         """
-        objective, lora = self.objective, bool(self.settings.lora_rank)
+        objective = self.objective
 
         def copied(needed: bool) -> dict[str, torch.Tensor]:
             return {name: p.detach().clone() for name, p in self.parameters.items()} if needed else {}
 
-        self.reference = reference_of(self.policy, lora) if objective.needs_reference else None
+        self.reference = (
+            reference_of(self.policy, has_adapters(self.policy)) if objective.needs_reference else None
+        )
         self.ema = copied(self.settings.ema_decay > 0)
         self.behaviour = copied(objective.lag is not None)
 
@@ -195,6 +212,10 @@ class Trainer:
             ValueError: too little disk space, or another run at work in the folder; nothing was trained.
             RunStopped: as `train`.
         """
+        with exclusive(self.out):
+            return self._run()
+
+    def _run(self) -> Run:
         settings = self.settings
         self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
@@ -206,7 +227,7 @@ class Trainer:
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
-            progress.note(describe_run(settings, self.policy, self.parameters, self.step))
+            progress.note(describe_run(settings, self.algorithm, self.policy, self.parameters, self.step))
             notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
             try:
                 changes = self._train(writer, progress, last, notes)
@@ -231,7 +252,7 @@ class Trainer:
         if self.checkpoint is None:
             seed_everything(self.settings.seed)
             return
-        state = {"module": self.policy.module, "optimizer": self.optimizer, "focus": self.curriculum}
+        state = {"module": root_module(self.policy), "optimizer": self.optimizer, "focus": self.curriculum}
         state |= self._copies()
         self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
 
@@ -388,7 +409,8 @@ class Trainer:
         if self.objective.lag is not None:
             follow(self.behaviour, self.parameters, self.objective.lag(self.step))
         names = list(settings.rewards)
-        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip)
+        groupwise = [name for name in names if self.rewards[name].groupwise]
+        rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip, groupwise)
         rewards |= self.curriculum.observe(every_rollout, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
@@ -404,7 +426,7 @@ class Trainer:
         latest, reward = latest_checkpoint(self.out), self.settings.keep_best if best else None
         if latest is not None and latest.name == f"step_{self.step:06d}":
             return mark_best(self.out, self.step, reward) if reward is not None else None
-        state: dict[str, Any] = {"module": self.policy.module, "optimizer": self.optimizer}
+        state: dict[str, Any] = {"module": root_module(self.policy), "optimizer": self.optimizer}
         state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
         state |= self._copies()
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}

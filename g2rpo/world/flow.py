@@ -4,7 +4,7 @@ Velocity matching (rectified flow, arXiv:2210.02747):
 
     x = (1 - sigma) x0 + sigma e,  v* = e - x0,  loss = mean ||v - v*||^2
 
-Guidance distillation (arXiv:2210.03142), as for FLUX.1-dev: the guidance embedding of the student receives w
+Guidance distillation (arXiv:2210.03142): the guidance embedding of the student receives w
 in [1, 5], and the student is trained on the guided velocity of the teacher,
 
     v* = v_uncond + w (v_cond - v_uncond)
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models import tiny
 from g2rpo.world import verifier
 from g2rpo.world.captions import caption_ids, empty_caption
 from g2rpo.world.scenes import Compositions
@@ -44,21 +45,8 @@ class FlowModel:
 
     def velocity(self, x: Tensor, sigma: Tensor, ids: Tensor, guidance: Tensor) -> Tensor:
         """Computes the velocity [N, 64, 16] at x, for sigma [N], token ids [N, 20] and guidance [N]."""
-        device = x.device
-        rows, columns = torch.meshgrid(
-            torch.arange(SIDE, device=device), torch.arange(SIDE, device=device), indexing="ij"
-        )
-        image_ids = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1).to(x.dtype)
-        return self.transformer(
-            hidden_states=x,
-            timestep=sigma,
-            guidance=guidance,
-            encoder_hidden_states=self.text_encoder_2(input_ids=ids).last_hidden_state,
-            pooled_projections=self.text_encoder(input_ids=ids).pooler_output,
-            txt_ids=torch.zeros(ids.shape[1], 3, device=device, dtype=x.dtype),
-            img_ids=image_ids,
-            return_dict=False,
-        )[0]
+        result: Tensor = tiny.networks().velocity(*self.modules(), x, sigma, ids, guidance)
+        return result
 
 
 def empty_ids(num: int, device: torch.device) -> Tensor:

@@ -1,8 +1,6 @@
-"""The tiny networks: the classes of FLUX at a size that trains in minutes, and a word tokenizer.
+"""The networks of the embedded world, at a size that trains in minutes, and their word tokenizer.
 
-    transformer      FluxTransformer2DModel, 2 double and 4 single blocks, 6 heads of 32, guidance embedded
-    vae              AutoencoderKL, f4, 4 channels: 64 px -> 16 x 16 x 4 -> 64 packed tokens of 16
-    text encoders    T5 (tokens) and CLIP (pooled), both of width 128, trained together with the transformer
+    flow model       the parts of the embedded model (g2rpo.models.tiny.networks), 64 px images
     scorers          CLIPModel, patch 8, width 128
 
 In bfloat16 all of them together take about 20 MB.
@@ -12,6 +10,7 @@ from typing import Any
 
 import torch
 
+from g2rpo.models import tiny
 from g2rpo.world.captions import BOS, EOS, MAX_TOKENS, PAD, UNK, VOCABULARY
 
 WIDTH = 128
@@ -61,34 +60,15 @@ def clip_text_settings() -> dict[str, Any]:
     }
 
 
-def text_encoder() -> torch.nn.Module:
-    """Creates the pooled text encoder, a CLIP text tower."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    return CLIPTextModel(CLIPTextConfig(**clip_text_settings()))
+def text_encoder() -> Any:
+    """Creates the pooled text encoder of the flow model."""
+    return tiny.networks().text_encoder(clip_text_settings())
 
 
-def text_encoder_2() -> torch.nn.Module:
-    """Creates the token text encoder, a T5 encoder."""
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(VOCABULARY),
-            d_model=WIDTH,
-            d_kv=32,
-            d_ff=2 * WIDTH,
-            num_layers=3,
-            num_heads=4,
-            relative_attention_num_buckets=16,
-            relative_attention_max_distance=MAX_TOKENS,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=PAD,
-            pad_token_id=PAD,
-            eos_token_id=EOS,
-            use_cache=False,
-        )
+def text_encoder_2() -> Any:
+    """Creates the token text encoder of the flow model."""
+    return tiny.networks().text_encoder_2(
+        vocab_size=len(VOCABULARY), max_tokens=MAX_TOKENS, pad_token_id=PAD, eos_token_id=EOS
     )
 
 
@@ -113,45 +93,16 @@ def clip() -> torch.nn.Module:
     )
 
 
-def vae() -> torch.nn.Module:
-    """Creates the autoencoder."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        block_out_channels=(24, 48, 64),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=64,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0,
-        scaling_factor=1.0,
-    )
+def vae() -> Any:
+    """Creates the autoencoder of the flow model."""
+    return tiny.networks().vae()
 
 
-def transformer() -> torch.nn.Module:
+def transformer() -> Any:
     """Creates the flow transformer."""
-    from diffusers import FluxTransformer2DModel
-
-    return FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=4,
-        attention_head_dim=32,
-        num_attention_heads=6,
-        joint_attention_dim=WIDTH,
-        pooled_projection_dim=WIDTH,
-        guidance_embeds=True,
-        axes_dims_rope=(8, 12, 12),
-    )
+    return tiny.networks().transformer()
 
 
 def scheduler() -> Any:
-    """Creates the scheduler of the pipeline, with a fixed shift of 3."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False)
+    """Creates the scheduler of the flow model's pipeline."""
+    return tiny.networks().scheduler()

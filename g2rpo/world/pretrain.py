@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from g2rpo.models import tiny
 from g2rpo.world import contrast, flow, networks, preference, vae
 from g2rpo.world.training import Pool, make_pool
 
-MODEL, CLIP, PREFERENCE = "tiny_flux", "tiny_clip", "tiny_preference"
+MODEL, CLIP, PREFERENCE = tiny.FOLDER, "tiny_clip", "tiny_preference"
 
 
 def _load(kind: Any, folder: Path, device: torch.device) -> Any:
@@ -27,9 +28,7 @@ def _load(kind: Any, folder: Path, device: torch.device) -> Any:
 
 def load_vae(out: Path, device: torch.device) -> Any:
     """Loads the AutoencoderKL of the folder `out`, in float32."""
-    from diffusers import AutoencoderKL
-
-    return _load(AutoencoderKL, out / MODEL / "vae", device).eval()
+    return _load(tiny.networks().network_class("vae"), out / MODEL / "vae", device).eval()
 
 
 def load_clip(out: Path, name: str, device: torch.device) -> Any:
@@ -41,14 +40,9 @@ def load_clip(out: Path, name: str, device: torch.device) -> Any:
 
 def load_flow(out: Path, device: torch.device) -> flow.FlowModel:
     """Loads the transformer and the text encoders of the folder `out`, in float32."""
-    from diffusers import FluxTransformer2DModel
-    from transformers import CLIPTextModel, T5EncoderModel
-
-    return flow.FlowModel(
-        _load(FluxTransformer2DModel, out / MODEL / "transformer", device),
-        _load(CLIPTextModel, out / MODEL / "text_encoder", device),
-        _load(T5EncoderModel, out / MODEL / "text_encoder_2", device),
-    )
+    kinds, folder = tiny.networks().network_class, out / MODEL
+    parts = ("transformer", "text_encoder", "text_encoder_2")
+    return flow.FlowModel(*(_load(kinds(part), folder / part, device) for part in parts))
 
 
 def fresh_flow(device: torch.device) -> flow.FlowModel:
@@ -58,15 +52,13 @@ def fresh_flow(device: torch.device) -> flow.FlowModel:
 
 
 def save(module: Any, folder: Path) -> None:
-    """Saves a copy of the module in bfloat16, which is half the size and the storage type of FLUX."""
+    """Saves a copy of the module in bfloat16, which is half the size and how models are usually stored."""
     copy.deepcopy(module).to(torch.bfloat16).save_pretrained(folder)
 
 
 def save_pipeline(out: Path, model: flow.FlowModel, autoencoder: Any) -> None:
     """Saves the complete pipeline in diffusers layout, with model_index.json, in bfloat16."""
-    from diffusers import FluxPipeline
-
-    pipeline = FluxPipeline(
+    pipeline = tiny.networks().pipeline(
         scheduler=networks.scheduler(),
         vae=copy.deepcopy(autoencoder).to(torch.bfloat16),
         text_encoder=copy.deepcopy(model.text_encoder).to(torch.bfloat16),

@@ -25,7 +25,7 @@ def _edges(image: Tensor) -> tuple[Tensor, Tensor]:
 def train_vae(
     vae: Any, pool: Pool, *, seconds: float, lr: float = 2e-3, batch: int = 384, seed: int = 0
 ) -> None:
-    """Trains `vae` in place and stores the mean and scale of its latents in its config, as in FLUX."""
+    """Trains `vae` in place and stores the mean and scale of its latents in its config."""
     device = pool.pixels.device
     generator = torch.Generator(device).manual_seed(seed)
     optimizer, average = adamw(list(vae.parameters()), lr), Average.of(vae)
@@ -60,7 +60,7 @@ def train_vae(
 
 @torch.no_grad()
 def encode(vae: Any, pixels: Tensor) -> Tensor:
-    """Encodes uint8 images to scaled latents, packed 2 x 2 as in FLUX: [N, 64, 16], float32."""
+    """Encodes uint8 images to scaled latents, packed 2 x 2: [N, 64, 16], float32."""
 
     def encode_part(part: Tensor) -> Tensor:
         mean = vae.encode(part.float() / 127.5 - 1).latent_dist.mode().float()

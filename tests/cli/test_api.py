@@ -9,6 +9,7 @@ from support.random_flux import save_random_flux
 import g2rpo
 from g2rpo.config.load import load_settings
 from g2rpo.costs.estimate import plan_here
+from g2rpo.training.run_prompts import RunPrompts
 
 
 def test_no_module_has_the_name_of_a_function():
@@ -22,7 +23,9 @@ def test_no_module_has_the_name_of_a_function():
 def test_plan_is_the_commands():
     costs = g2rpo.plan("flux_lora_1gpu", prompts="world:train", gpu="H200", memory_gb=141, num_processes=1)
     settings = load_settings("flux_lora_1gpu", {"prompts": "world:train"})
-    assert costs == plan_here(settings, gpu="H200", memory_gb=141)
+    texts = len(RunPrompts.of(settings).texts)
+    assert costs == plan_here(settings, gpu="H200", memory_gb=141, num_texts=texts)
+    assert f"embeddings of {texts:,} prompts" in costs.disk
     assert costs.forwards["total"] > 1000 and costs.seconds["rollout"] > 1
     with pytest.raises(ValueError, match="the table of measured times has"):
         g2rpo.plan(gpu="abacus")

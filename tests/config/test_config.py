@@ -22,8 +22,8 @@ def refusal(*overrides: str, recipe: str | None = None) -> str:
 def test_every_shipped_recipe_loads_and_none_is_tiny(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     assert {"tiny", "tiny_gpu"} <= set(shipped_recipes())
-    for name in shipped_recipes():  # the flux ones name a file of prompts that the user brings
-        assert load_settings(name, check_files=not name.startswith("flux_")).algorithm in PRESETS
+    for name in shipped_recipes():  # others name a file of prompts that the user brings
+        assert load_settings(name, check_files=name.startswith("tiny")).algorithm in PRESETS
     assert load_settings() == load_settings("tiny") == load_settings("recipes/tiny.toml")
 
 
@@ -46,6 +46,17 @@ def test_the_flux_recipes_have_the_papers_numbers(name):
         assert (settings.lr, settings.prompts_per_iteration, settings.warmup_iterations) == (2e-6, 16, 0)
         assert settings.max_grad_norm == 1 and settings.lora_rank == 0
     assert set(settings.rewards) == {"hps", "clip"} - ({"clip"} if name == "flux_hps" else set())
+
+
+def test_the_qwen_image_recipe_has_the_published_numbers():
+    """Those of verl-omni's run_qwen_image_ocr_lora.sh; what it does not state is not compared."""
+    settings = load_settings("qwen_image_lora_1gpu", check_files=False)
+    assert (settings.model, settings.resolution, settings.true_cfg) == ("Qwen/Qwen-Image", 512, 4.0)
+    assert (settings.negative_prompt, settings.max_sequence_length) == (" ", 256)
+    assert (settings.lora_rank, settings.lora_alpha, settings.lora_targets) == (64, 128, None)
+    assert (settings.lr, settings.weight_decay, settings.group_size) == (3e-4, 1e-4, 16)
+    options = {name: settings.option(name) for name in ("num_steps", "window", "window_range", "eta")}
+    assert options == {"num_steps": 10, "window": 2, "window_range": [0, 5], "eta": 1.2}
 
 
 def test_the_baselines_recipes_have_their_papers_numbers():

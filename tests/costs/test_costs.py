@@ -9,11 +9,11 @@ from support.random_flux import save_random_flux
 
 from g2rpo.config.load import load_settings
 from g2rpo.config.settings import Settings
-from g2rpo.costs.costs import plan_costs, table_rows
+from g2rpo.costs.costs import Costs, plan_costs, table_rows
 from g2rpo.costs.speeds import measure_forward
 from g2rpo.data.embeddings import EmbeddingCache
-from g2rpo.models.flux.shape import flux_shape
-from g2rpo.models.registry import policy_of
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.registry import load_policy, model_shape
 from g2rpo.run.checkpoint import save_checkpoint
 
 FLUX = {"model": "black-forest-labs/FLUX.1-dev", "resolution": 720, "precision": "bfloat16", "device": "cuda"}
@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_flux_is_what_was_measured():
-    shape = flux_shape("black-forest-labs/FLUX.1-dev", resolution=720)
+    shape = model_shape("black-forest-labs/FLUX.1-dev", PolicyOptions(resolution=(720, 720)))
     assert shape.transformer_params == 11_901_408_320
     assert shape.latent_shape == (2025, 64) and shape.tokens == 2025 + 512
     assert shape.forward_flops / 1e12 == pytest.approx(37.2, abs=0.1)
@@ -77,6 +77,22 @@ def test_a_moving_window_is_averaged(folder):
     costs = plan_costs(Settings(model=str(folder), prompts_per_iteration=1, iterations=2, **options))
     assert costs.forwards["anchor"] == 1.5 and costs.forwards["sde"] == 4
     assert costs.forwards["tails"] == 4 * (6 + 5) / 2
+
+
+def test_sizes_that_are_not_square():
+    """The formulas follow from the number of tokens and pixels; only the text names the sides."""
+
+    def costs(resolution) -> Costs:
+        return plan_costs(Settings(**{**FLUX, "resolution": resolution}), seconds_per_forward=1.0)
+
+    square, wide, tall = costs(768), costs([512, 1152]), costs([1152, 512])
+    for other in (wide, tall):
+        assert other.shape.latent_shape == square.shape.latent_shape == (48 * 48, 64)
+        assert other.shape.forward_flops == square.shape.forward_flops
+        assert other.shape.decode_flops == square.shape.decode_flops
+        assert (other.memory, other.disk, other.flops) == (square.memory, square.disk, square.flops)
+    texts = [dict(row[1:] for row in table_rows(one))["image"] for one in (square, wide, tall)]
+    assert texts == [f"{sides} px, 2304 latent tokens" for sides in ("768 x 768", "1152 x 512", "512 x 1152")]
 
 
 def activations(folder, **options) -> int:
@@ -165,7 +181,7 @@ def test_tails_that_are_too_coarse_are_noted_once(folder):
 @pytest.mark.parametrize(("lora_rank", "precision"), [(0, "float32"), (3, "float32"), (3, "bfloat16")])
 def test_weights_are_counted_exactly(folder, lora_rank, precision):
     settings = Settings(model=str(folder), lora_rank=lora_rank, precision=precision, device="cpu")
-    policy = policy_of(settings)
+    policy = load_policy(settings.model, settings.policy_options(), device="cpu")
     policy.encode(["a star"])
     parameters = list(policy.module.parameters())
     costs = plan_costs(settings)
@@ -180,7 +196,7 @@ def test_weights_are_counted_exactly(folder, lora_rank, precision):
 
 def test_disk_is_what_a_run_writes(folder, tmp_path):
     settings = Settings(model=str(folder), device="cpu", iterations=1, prompts_per_iteration=3)
-    policy = policy_of(settings)
+    policy = load_policy(settings.model, settings.policy_options(), device="cpu")
     optimizer = torch.optim.AdamW(policy.module.parameters())
     policy.velocity(torch.zeros(1, 16, 16), torch.ones(1), policy.encode(["a"])).sum().backward()
     optimizer.step()
@@ -211,7 +227,7 @@ def test_what_does_not_fit_comes_with_what_would():
 def test_time_is_given_only_if_a_forward_was_timed(folder):
     settings = Settings(model=str(folder), device="cpu", iterations=2)
     assert plan_costs(settings).run_seconds is None
-    seconds = measure_forward(policy_of(settings), batch=2)
+    seconds = measure_forward(load_policy(settings.model, settings.policy_options(), device="cpu"), batch=2)
     assert 0 < seconds < 5
     costs = plan_costs(settings, seconds_per_forward=seconds)
     assert costs.run_seconds > 2 * costs.seconds["rollout"] > 0
@@ -226,14 +242,14 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         plan_costs(settings, num_processes=3)
     with pytest.raises(ValueError, match="seconds_per_forward"):
         plan_costs(settings, seconds_per_forward=0.0)
-    with pytest.raises(ValueError, match="no multiple of 4"):
+    with pytest.raises(ValueError, match="multiples of 4"):
         plan_costs(settings.model_copy(update={"resolution": 18}))
     with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
         plan_costs(settings.model_copy(update={"max_sequence_length": 13}))
     with pytest.raises(ValueError, match=r"outside 1\.\.512"):
-        flux_shape("black-forest-labs/FLUX.1-dev", max_sequence_length=5000)
-    with pytest.raises(ValueError, match="missing"):
-        flux_shape(tmp_path)
+        model_shape("black-forest-labs/FLUX.1-dev", PolicyOptions(max_sequence_length=5000))
+    with pytest.raises(ValueError, match="holds no model_index"):
+        model_shape(tmp_path)
 
 
 def test_reward_models_are_counted():

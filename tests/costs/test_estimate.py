@@ -12,7 +12,8 @@ from g2rpo.costs.costs import plan_costs, table_rows
 from g2rpo.costs.estimate import plan_here
 from g2rpo.costs.memory import largest_rollout_batch, memory_of, run_plans, trained_params
 from g2rpo.costs.speeds import TABLE, tabulated_speeds
-from g2rpo.models.flux.shape import flux_shape
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.registry import model_shape
 from g2rpo.run.folder import read_state
 from g2rpo.training.trainer import train
 
@@ -45,7 +46,7 @@ def test_the_headline():
 
 
 def test_the_table_knows_what_makes_a_forward_fast():
-    shape = flux_shape("random:flux-dev", resolution=720)
+    shape = model_shape("random:flux-dev", PolicyOptions(resolution=(720, 720)))
     base = Settings(**PAPER)
     plain = tabulated_speeds(base, shape, "H200")
     assert plain.tail == plain.forward and plain.startup > 0
@@ -69,7 +70,7 @@ def test_the_table_knows_what_makes_a_forward_fast():
 )
 def test_what_the_table_does_not_know(changes):
     settings = Settings(**{**PAPER, **changes})
-    shape = flux_shape(settings.model, resolution=settings.resolution)
+    shape = model_shape(settings.model, settings.policy_options())
     assert tabulated_speeds(settings, shape, "H200") is None
     assert tabulated_speeds(Settings(**PAPER), shape, "RTX 4090") is None
     assert plan_here(settings, gpu="H200").run_seconds is None
@@ -114,7 +115,7 @@ def test_measured_here_holds_for_a_run(tmp_path):
 
 def chosen(gigabytes: float, processes: int = 4, **changes) -> tuple[int, Settings]:
     settings = Settings(**{**PAPER, "prompts_per_iteration": 4, "rollout_batch": "auto", **changes})
-    shape = flux_shape(settings.model, resolution=settings.resolution)
+    shape = model_shape(settings.model, settings.policy_options())
     plans = run_plans(settings, settings.make_algorithm())
     trained = trained_params(settings, shape)
     usable = round(gigabytes * 1e9)
@@ -192,16 +193,18 @@ def test_a_run_keeps_its_choice(tmp_path, monkeypatch):
 
 def test_measuring_is_what_plan_measures(monkeypatch):
     """--measure reaches the table of costs through the policy that a run of these settings would have."""
-    seen = {}
+    settings = Settings(model="tiny", device="cpu", gradient_checkpointing=True, guidance=2.0)
+    seen = []
 
-    def load(settings, **changes):
-        seen.update(changes)
+    def load(name, options, **where):
+        seen.append((name, options, where))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "policy_of", load)
+    monkeypatch.setattr(planning, "load_policy", load)
     with pytest.raises(KeyboardInterrupt):
-        plan_here(Settings(model="tiny", device="cpu", gradient_checkpointing=True), measured=True)
-    assert seen == {"gradient_checkpointing": True, "compiled": False, "tails_precision": "compute"}
+        plan_here(settings, measured=True)
+    assert seen == [("tiny", settings.policy_options(), {"device": "cpu", "family": None})]
+    assert seen[0][1].gradient_checkpointing and not seen[0][1].compile_blocks
 
 
 def test_a_model_that_is_not_in_the_table_is_noted():

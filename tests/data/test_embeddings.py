@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.policies import load
 from support.random_flux import save_random_flux
 
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.policy import Conditioning
 
 PROMPTS = ["a red circle", "two blue stars above a green square", "a red circle", "日本語 and “quotes”"]
 
@@ -19,28 +22,29 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder) -> FluxPolicy:
-    return FluxPolicy.load(folder)
+    return load(folder)
 
 
 def assert_same(cond, other):
-    assert torch.equal(cond.text, other.text) and torch.equal(cond.pooled, other.pooled)
+    assert cond.tensors.keys() == other.tensors.keys() and not cond.lengths and not other.lengths
+    assert all(torch.equal(cond.tensors[name], other.tensors[name]) for name in cond.tensors)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_bit_equal_to_the_encoders(folder, tmp_path, precision):
-    policy = FluxPolicy.load(folder, precision=precision)
+    policy = load(folder, precision=precision)
     expected = policy.encode(PROMPTS)
-    assert expected.text.dtype == getattr(torch, precision)
+    assert expected.tensors["text"].dtype == getattr(torch, precision)
     assert_same(EmbeddingCache(tmp_path).get(policy, PROMPTS), expected)
     # Another process, another order, without the encoders in memory.
-    again = FluxPolicy.load(folder, precision=precision)
+    again = load(folder, precision=precision)
     assert_same(EmbeddingCache(tmp_path).get(again, PROMPTS[::-1]), policy.encode(PROMPTS[::-1]))
     assert again.text._encoders is None, "everything was in the cache, so nothing had to be loaded"
 
 
 def test_why_rows_are_stored_padded(policy):
     # Two prompts of three words: their last token, padding in both, differs by the words before it.
-    text = policy.encode(["a red circle", "a blue star"]).text
+    text = policy.encode(["a red circle", "a blue star"]).tensors["text"]
     assert not torch.allclose(text[0, -1], text[1, -1], atol=1e-3)
 
 
@@ -86,21 +90,21 @@ def test_a_damaged_shard_is_named(policy, tmp_path):
 def test_a_changed_encoder_is_noticed(policy, folder, tmp_path):
     cache = EmbeddingCache(tmp_path / "cache")
     cache.fill(policy, PROMPTS)
-    other = FluxPolicy.load(save_random_flux(tmp_path / "other", seed=5))
-    shorter = FluxPolicy.load(folder, max_sequence_length=7)
-    halved = FluxPolicy.load(folder, precision="bfloat16")
+    other = load(save_random_flux(tmp_path / "other", seed=5))
+    shorter = load(folder, max_sequence_length=7)
+    halved = load(folder, precision="bfloat16")
     for changed in (other, shorter, halved):
         assert cache.missing(changed, PROMPTS[:2]) == PROMPTS[:2]
         assert_same(cache.get(changed, PROMPTS[:2]), changed.encode(PROMPTS[:2]))
     assert len(cache.other_encoders(policy)) == 3
     # One byte of one weight file is enough, and the name of the folder is not.
-    moved = FluxPolicy.load(save_random_flux(tmp_path / "moved"))
+    moved = load(save_random_flux(tmp_path / "moved"))
     assert moved.encoder_identity == policy.encoder_identity
     weights = tmp_path / "moved" / "text_encoder" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert FluxPolicy.load(tmp_path / "moved").encoder_identity != policy.encoder_identity
+    assert load(tmp_path / "moved").encoder_identity != policy.encoder_identity
 
 
 def test_no_prompts(policy, tmp_path):
@@ -117,3 +121,48 @@ def test_no_space(policy, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="do not fit"):
         EmbeddingCache(tmp_path).fill(policy, PROMPTS)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class Words:
+    """Encodes each word as a vector: ragged rows, beside a plain tensor and one of integers."""
+
+    device, encoder_identity = torch.device("cpu"), "words:1"
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        self.encoded += prompts
+        rows = []
+        for prompt in prompts:
+            words = [[float(len(word)), float(ord(word[0]))] for word in prompt.split()]
+            text = torch.tensor(words).reshape(1, -1, 2)
+            tensors = {"text": text, "pooled": text.sum(1), "count": torch.tensor([text.shape[1]])}
+            rows.append(Conditioning(tensors, {"text": torch.tensor([text.shape[1]])}))
+        return Conditioning.cat(rows)
+
+
+def test_ragged_rows_are_stored_without_padding(tmp_path):
+    EmbeddingCache(tmp_path).fill(Words(), ["a", "three short words", "two words", ""])
+    (shard,) = tmp_path.glob("*/*.safetensors")
+    stored = load_file(shard)
+    assert {name: tuple(value.shape) for name, value in stored.items()} == {
+        "text": (1 + 3 + 2 + 0, 2),
+        "text.lengths": (4,),
+        "pooled": (4, 2),
+        "count": (4,),
+    }
+    assert stored["text.lengths"].tolist() == [1, 3, 2, 0]
+
+
+def test_ragged_rows_come_back_bit_equal(tmp_path):
+    texts = ["a", "three short words", "two words", ""]
+    EmbeddingCache(tmp_path).fill(Words(), texts)
+    for order in (texts, [texts[2], texts[0]], [texts[3]], [texts[1], texts[1]]):
+        encoder = Words()
+        found, expected = EmbeddingCache(tmp_path).get(encoder, order), Words().encode(order)
+        assert not encoder.encoded, "everything was in the cache"
+        assert found.tensors.keys() == expected.tensors.keys() and found.lengths.keys() == {"text"}
+        for name, value in expected.tensors.items():
+            assert torch.equal(found.tensors[name], value), name
+        assert torch.equal(found.lengths["text"], expected.lengths["text"])

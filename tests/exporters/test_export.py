@@ -2,22 +2,24 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.policies import policy_of
 from support.random_flux import save_random_flux
 from support.trained_runs import PROMPTS, make_run, velocity
 
 from g2rpo.config.load import Settings
 from g2rpo.exporters.card import base_licence, model_card
-from g2rpo.exporters.export import DTYPES, Kind, export_policy, export_run
+from g2rpo.exporters.export import DTYPES, export_policy, export_run
 from g2rpo.inference.open import open_policy
-from g2rpo.models.flux.export import WRITERS, merged_state
+from g2rpo.models.family import Writer
+from g2rpo.models.flux.family import FAMILY
 from g2rpo.models.flux.layout import is_original, to_diffusers
-from g2rpo.models.registry import policy_of
+from g2rpo.models.transformer.export import merged_state
 
 CARD = "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial-license\n---\nText"
 
@@ -87,6 +89,7 @@ CONDITIONS = {
     "precision": "bfloat16",
     "guidance": 2.0,
     "true_cfg": 1.5,
+    "negative_prompt": "",
     "resolution": 8,
     "max_sequence_length": 6,
     "sigma_rounding": "released",
@@ -101,7 +104,7 @@ def test_saved_models_open_under_the_conditions_of_their_run(base, tmp_path, lor
         assert opened.conditions == CONDITIONS
     # The second model of a comparison gets those of the first; what is asked for comes before both.
     assert open_policy(base, device="cpu", **policy.conditions).conditions == CONDITIONS
-    assert open_policy(exported, device="cpu", sigma_rounding="exact").sigma_rounding == "exact"
+    assert open_policy(exported, device="cpu", sigma_rounding="exact").options.sigma_rounding == "exact"
 
 
 def test_ema_is_what_opens(base, tmp_path):
@@ -186,7 +189,7 @@ def test_a_failed_export_leaves_the_earlier_one(base, tmp_path, monkeypatch):
         (folder / "half").write_text("")
         raise OSError("no space left on device")
 
-    monkeypatch.setitem(WRITERS, "diffusers", fails)
+    monkeypatch.setitem(FAMILY.writers, "diffusers", Writer(fails))
     with pytest.raises(OSError, match="no space"):
         export_run(run)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
@@ -252,9 +255,11 @@ def test_cards_say_how_each_kind_is_loaded(base, tmp_path):
         assert ("- lora" in card) == (kind == "comfyui") and "from_pretrained" not in card
     # At FLUX.1's width the others read these files too.
     policy.module.register_to_config(num_attention_heads=24, attention_head_dim=128)
-    policy.true_cfg = 2.0
+    policy.options = replace(policy.options, true_cfg=2.0, negative_prompt='say "no"')
     settings = Settings(model="owner/flux", out="runs/a")
-    cards = {kind: model_card(settings, [], 1, policy=policy, kind=kind) for kind in get_args(Kind)[1:]}
+    cards = {
+        kind: model_card(settings, [], 1, policy=policy, family=FAMILY, kind=kind) for kind in FAMILY.writers
+    }
     assert (
         '"THIS FOLDER/model.safetensors", config="owner/flux", subfolder="transformer"'
         in cards["single_file"]
@@ -265,7 +270,7 @@ def test_cards_say_how_each_kind_is_loaded(base, tmp_path):
     for card in cards.values():
         code = card.split("```python\n")[1].split("```")[0]
         compile(code, "card", "exec")
-        assert 'true_cfg_scale=2, negative_prompt=""' in code
+        assert r'true_cfg_scale=2, negative_prompt="say \"no\""' in code
 
 
 def test_a_folder_that_cannot_be_written_is_named(base, tmp_path, monkeypatch):

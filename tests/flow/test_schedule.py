@@ -13,6 +13,15 @@ def test_shifted_sigmas():
     assert shifted_sigmas(4, dtype=torch.float64).dtype == torch.float64
 
 
+def test_sigmas_stretched_to_a_terminal_one():
+    # Even sigmas 1, 2/3, 1/3; (1 - 0.1) / (1 - 1/3) = 1.35; 1 - 1.35 / 3 = 0.55 and 1 - 1.35 * 2/3 = 0.1
+    assert shifted_sigmas(3, (1.0, 0.1)).tolist() == pytest.approx([1.0, 0.55, 0.1, 0.0])
+    assert shifted_sigmas(1, [3.0, 0.1]).tolist() == [1.0, 0.0]
+    for terminal in (0.0, 1.0, -0.1):
+        with pytest.raises(ValueError, match="terminal sigma between 0 and 1"):
+            shifted_sigmas(3, (1.0, terminal))
+
+
 @settings(deadline=None)
 @given(num_steps=st.integers(1, 200), shift=st.floats(0.1, 20))
 def test_sigmas_fall_from_one_to_zero(num_steps, shift):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.policies import load
 from support.random_flux import save_random_flux
 
 from g2rpo.data.prompts import as_prompts
@@ -16,7 +17,6 @@ from g2rpo.inference.sample import (
     SampleRequest,
     Segment,
     image_seeds,
-    pipeline_shift,
     sample_images,
     sample_segments,
     sample_to_folder,
@@ -26,7 +26,7 @@ from g2rpo.inference.sample import (
     write_samples,
 )
 from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.policy import Conditioning
+from g2rpo.models.policy import Conditioning, Policy
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +36,21 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder) -> FluxPolicy:
-    return FluxPolicy.load(folder)
+    return load(folder)
 
 
-class Linear:
+class Linear(Policy):
     """dx/dsigma = slope x: over sigmas 1, s, 0 the Euler walk gives x (1 - slope (1 - s)) (1 - slope s)."""
 
-    latent_shape, device, forwards_per_sample = (4, 12), torch.device("cpu"), 1
-    module = torch.nn.Identity()
+    latent_shape, device = (4, 12), torch.device("cpu")
+    modules = {"linear": torch.nn.Identity()}  # noqa: RUF012
 
     def __init__(self, slope=1.0):
         self.slope = slope
         self.itself = self  # as FluxPolicy's hook does
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        return Conditioning(torch.zeros(len(prompts), 1, 1), torch.zeros(len(prompts), 1))
+        return Conditioning({"text": torch.zeros(len(prompts), 1)})
 
     def velocity(self, x, sigma, cond):
         assert len(x) == len(sigma) == len(cond)
@@ -129,14 +129,15 @@ def with_scheduler(folder: Path, place: Path, **config) -> Path:
             "max_image_seq_len": 32,
         },
         {"shift": 2.5},
+        {"use_dynamic_shifting": True, "shift_terminal": 0.1},
     ],
 )
 def test_the_pipelines_shift_draws_the_pipelines_pictures(folder, tmp_path, config):
     from diffusers import FluxPipeline
 
     model = with_scheduler(folder, tmp_path / "model", **config)
-    policy, prompts, seeds = FluxPolicy.load(model, guidance=2.0), ["a red circle", "two blue stars"], [3, 4]
-    shift = pipeline_shift(model, policy.latent_shape[0])
+    policy, prompts, seeds = load(model, guidance=2.0), ["a red circle", "two blue stars"], [3, 4]
+    shift = policy.pipeline_shift()
     ours = sample_images(policy, prompts, num_steps=6, shift=shift, seeds=seeds)
     pipeline = FluxPipeline.from_pretrained(model)
     pipeline.set_progress_bar_config(disable=True)
@@ -156,12 +157,12 @@ def test_the_pipelines_shift_draws_the_pipelines_pictures(folder, tmp_path, conf
 
 @pytest.mark.parametrize(
     "config",
-    [{"shift_terminal": 0.02}, {"use_karras_sigmas": True}, {"time_shift_type": "linear"}],
+    [{"invert_sigmas": True}, {"use_karras_sigmas": True}, {"time_shift_type": "linear"}],
 )
 def test_a_schedule_that_no_shift_makes_is_refused(folder, tmp_path, config):
     model = with_scheduler(folder, tmp_path / "model", **config)
     with pytest.raises(ValueError, match=f"{next(iter(config))}.*give a number instead"):
-        pipeline_shift(model, 16)
+        load(model).pipeline_shift()
 
 
 def test_drawing_with_two_models(folder, policy, tmp_path):
@@ -182,7 +183,7 @@ def test_drawing_with_two_models(folder, policy, tmp_path):
     lines: list[str] = []
     sample_to_folder(str(model), request, tmp_path / "out", compare=base, say=lines.append)
     prompt, info = read_png_text(tmp_path / "out" / "0001.png")
-    shift = pipeline_shift(model, 16)
+    shift = load(model).pipeline_shift()
     assert prompt == "a red circle" and (info["seed"], info["num_steps"]) == (12, 4)
     assert (info["model"], info["then"], info["first_steps"]) == (str(model), base, 3)
     assert info["guidance"] == 2.0 and info["shift"] == pytest.approx(shift)
@@ -192,7 +193,7 @@ def test_drawing_with_two_models(folder, policy, tmp_path):
         assert (tmp_path / "out" / name).is_file()
     assert "comparison.png" in lines[-1]
 
-    first, last = FluxPolicy.load(model, guidance=2.0), FluxPolicy.load(base, guidance=2.0)
+    first, last = load(model, guidance=2.0), load(base, guidance=2.0)
     segments = [Segment(lambda: first, 3), Segment(lambda: last, 1)]
     expected = sample_segments(segments, ["a red circle"] * 2, shift=shift, seeds=[11, 12])
     with Image.open(tmp_path / "out" / "0001.png") as image:

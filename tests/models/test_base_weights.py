@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.policies import check_of, load, policy_of
 from support.processes import run_processes
 from support.random_flux import save_random_flux
 from support.trained_runs import make_run, velocity
@@ -15,9 +16,7 @@ from g2rpo.config.settings import Settings
 from g2rpo.exporters.export import export_run
 from g2rpo.inference.open import open_policy
 from g2rpo.models.flux.layout import to_original
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.flux.weights import LORA_FILE
-from g2rpo.models.registry import check_weights, policy_of
+from g2rpo.models.transformer.weights import LORA_FILE
 from g2rpo.runtime.processes import end_processes, start_processes
 from g2rpo.runtime.sharding import full_tensor, sharding_mesh
 from g2rpo.training.trainer import train
@@ -54,7 +53,7 @@ def other(tmp_path_factory) -> Path:
 def files(other) -> dict[str, Path]:
     """The same weights in both layouts."""
     diffusers = other / "transformer" / "diffusion_pytorch_model.safetensors"
-    config = FluxPolicy.load(other).module.config
+    config = load(other).module.config
     given = {
         f"model.diffusion_model.{key}": v for key, v in to_original(load_file(diffusers), config).items()
     }
@@ -66,7 +65,7 @@ def files(other) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def lora(base, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    FluxPolicy.load(base, lora_rank=2).module.save_lora_adapter(folder, weight_name=LORA_FILE)
+    load(base, lora_rank=2).module.save_lora_adapter(folder, weight_name=LORA_FILE)
     return folder / LORA_FILE
 
 
@@ -99,20 +98,20 @@ def test_a_file_on_the_base_is_the_model_it_came_from(base, other, files, layout
 
 def load_on_two(base: Path, other: Path, files: dict[str, Path], lora: Path) -> None:
     start_processes(CPU)
-    mesh, theirs = sharding_mesh(CPU), parameters(FluxPolicy.load(other))
+    mesh, theirs = sharding_mesh(CPU), parameters(load(other))
     for file in files.values():
         settings = Settings(model=str(base), weights=str(file), device="cpu")
-        check_weights(settings, mesh)
+        check_of(settings, mesh)
         for name, value in parameters(policy_of(settings, mesh=mesh)).items():
             assert isinstance(value, DTensor) and value.to_local().numel() < value.numel(), name
             assert torch.equal(full_tensor(value), theirs[name]), name
     refused = Settings(model=str(base), weights=str(lora), device="cpu")
-    for attempt in (lambda: check_weights(refused, mesh), lambda: policy_of(refused, mesh=mesh)):
+    for attempt in (lambda: check_of(refused, mesh), lambda: policy_of(refused, mesh=mesh)):
         with pytest.raises(ValueError, match="is a LoRA, which cannot be added into weights that several"):
             attempt()
     # Under adapters every process holds the full base, so a LoRA can be added to it.
-    check_weights(refused.model_copy(update={"lora_rank": 2}), mesh)
-    theirs = parameters(FluxPolicy.load(other, lora_rank=2))
+    check_of(refused.model_copy(update={"lora_rank": 2}), mesh)
+    theirs = parameters(load(other, lora_rank=2))
     for name, value in parameters(policy_of(settings.model_copy(update={"lora_rank": 2}), mesh=mesh)).items():
         assert torch.equal(full_tensor(value), theirs[name]), name
     end_processes()
@@ -141,7 +140,7 @@ def test_a_run_trains_them_and_opens_without_them(base, files, tmp_path):
     assert train(load_settings("tiny", [*words, "iterations=2", "lr=1e-12"])).finished
     given.unlink()
     opened = parameters(open_policy(tmp_path / "run", device="cpu"))
-    for name, value in parameters(FluxPolicy.load(base, weights=[files["diffusers"]])).items():
+    for name, value in parameters(load(base, weights=[files["diffusers"]])).items():
         torch.testing.assert_close(opened[name], value, rtol=0, atol=1e-9)
 
 
@@ -179,7 +178,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(base, files, tmp
         "other rows": (state | {key: torch.zeros(95, 32)}, "img_attn.qkv.weight has 95 rows, not 96"),
         "other columns": (state | {key: torch.zeros(96, 31)}, r"has shape \(32, 31\), not \(32, 32\)"),
     }
-    for part in ("load_rewards", "embed_missing", "policy_of"):
+    for part in ("load_rewards", "embed_missing", "load_policy"):
         monkeypatch.setattr(
             f"g2rpo.training.trainer.{part}", lambda *_, **__: pytest.fail("loaded something")
         )

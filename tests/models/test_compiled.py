@@ -4,8 +4,7 @@ import functools
 
 import pytest
 import torch
-
-from g2rpo.models.flux.policy import FluxPolicy
+from support.policies import load
 
 
 @pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.long), 4])
@@ -18,8 +17,8 @@ def test_no_batch_size_compiles_anew(lora_rank, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch._dynamo.reset()
-    compiled = FluxPolicy.load("random:tiny", compiled=True, gradient_checkpointing=True, lora_rank=lora_rank)
-    eager = FluxPolicy.load("random:tiny", lora_rank=lora_rank)
+    compiled = load("random:tiny", compile_blocks=True, gradient_checkpointing=True, lora_rank=lora_rank)
+    eager = load("random:tiny", lora_rank=lora_rank)
     seen = []
     for n in (1, 4, 3, 2, 7):
         x, sigma = torch.randn(n, *eager.latent_shape), torch.rand(n)

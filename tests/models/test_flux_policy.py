@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.policies import load
 from support.random_flux import save_random_flux
 
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.flux.latents import pack, unpack
 from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.flux.weights import LORA_FILE
 from g2rpo.models.policy import Conditioning
 from g2rpo.models.registry import load_policy
+from g2rpo.models.transformer.weights import LORA_FILE
 from g2rpo.runtime.processes import resolve_device
 
 PROMPTS = ["a red circle on a white background", "two blue stars"]
@@ -24,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder) -> FluxPolicy:
-    return FluxPolicy.load(folder, guidance=3.0)
+    return load(folder, guidance=3.0)
 
 
 def latents(n: int = 2) -> torch.Tensor:
@@ -43,7 +44,7 @@ def test_equals_the_stock_pipeline(tmp_path, guidance_embeds):
     from diffusers import FluxPipeline
 
     folder = save_random_flux(tmp_path, guidance_embeds=guidance_embeds)
-    policy = FluxPolicy.load(folder, guidance=2.5)
+    policy = load(folder, guidance=2.5)
     pipeline = FluxPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     sigmas, x = shifted_sigmas(5, 3.0), latents()
@@ -62,6 +63,29 @@ def test_equals_the_stock_pipeline(tmp_path, guidance_embeds):
     ours = policy.decode(euler(policy, x, sigmas, policy.encode(PROMPTS)))
     assert stock.std() > 0.01, "a constant image would agree with anything"
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(16, 24), (24, 8)])
+def test_rectangles_equal_the_stock_pipeline(folder, size):
+    from diffusers import FluxPipeline
+
+    height, width = size
+    policy = load(folder, guidance=2.5, resolution=size)
+    tokens = height * width // 16
+    assert policy.latent_shape == (tokens, 16) and policy.resolution == size
+    assert policy.conditions["resolution"] == [height, width]
+    pipeline = FluxPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    sigmas, x = shifted_sigmas(4, 3.0), torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(8))
+    call = {"sigmas": sigmas[:-1].tolist(), "num_inference_steps": 4, "guidance_scale": 2.5}
+    call |= {"height": height, "width": width, "max_sequence_length": 12}
+    stock_latents = pipeline(PROMPTS, latents=x, output_type="latent", **call).images
+    stock = pipeline(PROMPTS, latents=x, output_type="pt", **call).images
+    latents = euler(policy, x, sigmas, policy.encode(PROMPTS))
+    torch.testing.assert_close(latents, stock_latents, rtol=0, atol=1e-5)
+    images = policy.decode(latents)
+    assert images.shape == (2, 3, height, width) and stock.std() > 0.01
+    torch.testing.assert_close(images, stock, rtol=0, atol=1e-5)
 
 
 def test_pipeline_in_use_is_left_alone(folder, policy):
@@ -94,7 +118,7 @@ def received_timesteps(policy: FluxPolicy, sigma: torch.Tensor) -> tuple[torch.T
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_time_embedding_receives_float32_in_bfloat16(folder, lora_rank):
-    policy = FluxPolicy.load(folder, precision="bfloat16", lora_rank=lora_rank, guidance=3.5)
+    policy = load(folder, precision="bfloat16", lora_rank=lora_rank, guidance=3.5)
     sigma = shifted_sigmas(16)[:-1]
     time, guidance = received_timesteps(policy, sigma)
     assert time.dtype == guidance.dtype == torch.float32
@@ -105,7 +129,7 @@ def test_time_embedding_receives_float32_in_bfloat16(folder, lora_rank):
 
 
 def test_released_rounding_truncates(folder):
-    policy = FluxPolicy.load(folder, sigma_rounding="released")
+    policy = load(folder, sigma_rounding="released")
     time, _ = received_timesteps(policy, shifted_sigmas(16)[:-1])
     # int(1000 sigma), T = 16, shift 3, computed with the released formula.
     expected = [1000, 978, 954, 928, 900, 868, 833, 794, 750, 700, 642, 576, 500, 409, 300, 166]
@@ -117,30 +141,36 @@ def test_pack_is_the_pipelines(policy):
 
     z = torch.arange(2 * 4 * 8 * 8.0).reshape(2, 4, 8, 8)
     assert torch.equal(pack(z), FluxPipeline._pack_latents(z, 2, 4, 8, 8))
-    assert torch.equal(unpack(pack(z)), z)
+    assert torch.equal(unpack(pack(z), (4, 4)), z)
     assert pack(z).shape[1:] == policy.latent_shape
+    wide = torch.arange(2 * 4 * 4 * 10.0).reshape(2, 4, 4, 10)
+    assert torch.equal(unpack(pack(wide), (2, 5)), wide)
+    with pytest.raises(ValueError, match="10 tokens of 16 channels are no packed latent of 5 x 5 tokens"):
+        unpack(pack(wide), (5, 5))
 
 
 def test_encoding_of_a_prompt_does_not_depend_on_its_company(policy):
-    together, single = policy.encode(PROMPTS), policy.encode(PROMPTS[1:])
-    assert torch.equal(together.text[1:], single.text) and torch.equal(together.pooled[1:], single.pooled)
-    assert not torch.equal(together.text[0], together.text[1])
-    assert together.text.shape[1] == 12 == policy.text.max_sequence_length
+    together, single = policy.encode(PROMPTS).tensors, policy.encode(PROMPTS[1:]).tensors
+    assert together.keys() == single.keys() == {"text", "pooled"}
+    assert all(torch.equal(together[name][1:], single[name]) for name in single)
+    text = together["text"]
+    assert not torch.equal(text[0], text[1])
+    assert text.shape[1] == 12 == policy.text.max_sequence_length
 
 
 def test_text_encoders_load_at_the_first_prompt_only(folder):
-    policy = FluxPolicy.load(folder)
+    policy = load(folder)
     assert policy.text._encoders is None
     policy.encode(PROMPTS)
     policy.text.unload()
-    assert torch.equal(policy.encode(PROMPTS).text, policy.encode(PROMPTS).text)
+    assert torch.equal(policy.encode(PROMPTS).tensors["text"], policy.encode(PROMPTS).tensors["text"])
 
 
 @pytest.mark.parametrize(
     ("precision", "lora_rank"), [("float32", 0), ("float32", 3), ("bfloat16", 0), ("bfloat16", 3)]
 )
 def test_precisions_and_adapters(folder, policy, precision, lora_rank):
-    trained = FluxPolicy.load(folder, guidance=3.0, precision=precision, lora_rank=lora_rank)
+    trained = load(folder, guidance=3.0, precision=precision, lora_rank=lora_rank)
     x, sigma = latents(), torch.tensor([0.9, 0.3])
     velocity = trained.velocity(x, sigma, trained.encode(PROMPTS))
     reference = policy.velocity(x, sigma, policy.encode(PROMPTS)).detach()
@@ -165,9 +195,9 @@ def test_precisions_and_adapters(folder, policy, precision, lora_rank):
 
 
 def test_no_precision_leaks_into_the_next_policy(folder):
-    tf32 = FluxPolicy.load(folder, precision="tf32")
+    tf32 = load(folder, precision="tf32")
     assert torch.get_float32_matmul_precision() == "high"
-    float32 = FluxPolicy.load(folder)
+    float32 = load(folder)
     assert torch.get_float32_matmul_precision() == "highest"
     # The cache must not serve embeddings of one precision to the other.
     assert tf32.encoder_identity.replace(":tf32:", ":float32:") == float32.encoder_identity
@@ -176,10 +206,10 @@ def test_no_precision_leaks_into_the_next_policy(folder):
 
 def test_adapters_start_the_same_whatever_was_drawn_before(folder):
     torch.manual_seed(1)
-    first = FluxPolicy.load(folder, lora_rank=2).module.state_dict()
+    first = load(folder, lora_rank=2).module.state_dict()
     torch.manual_seed(2)
     before = torch.random.get_rng_state()
-    second = FluxPolicy.load(folder, lora_rank=2).module.state_dict()
+    second = load(folder, lora_rank=2).module.state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -187,7 +217,7 @@ def test_adapters_start_the_same_whatever_was_drawn_before(folder):
 def test_gradient_checkpointing_changes_no_gradient(folder):
     gradients = []
     for checkpointing in (False, True):
-        policy = FluxPolicy.load(folder, gradient_checkpointing=checkpointing)
+        policy = load(folder, gradient_checkpointing=checkpointing)
         policy.velocity(
             latents(), torch.tensor([0.9, 0.3]), policy.encode(PROMPTS)
         ).square().mean().backward()
@@ -197,40 +227,40 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
 
 def test_weights_of_another_transformer(folder, tmp_path):
     other = save_random_flux(tmp_path / "other", seed=1)
-    expected = FluxPolicy.load(other)
-    policy = FluxPolicy.load(folder, weights=[other])
+    expected = load(other)
+    policy = load(folder, weights=[other])
     x, sigma, cond = latents(), torch.tensor([0.9, 0.3]), policy.encode(PROMPTS)
     assert torch.equal(policy.velocity(x, sigma, cond), expected.velocity(x, sigma, cond))
     single = other / "transformer" / "diffusion_pytorch_model.safetensors"
     assert torch.equal(
-        FluxPolicy.load(folder, weights=[single]).velocity(x, sigma, cond), policy.velocity(x, sigma, cond)
+        load(folder, weights=[single]).velocity(x, sigma, cond), policy.velocity(x, sigma, cond)
     )
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_weights_that_are_a_lora(folder, tmp_path, lora_rank):
-    trained = FluxPolicy.load(folder, lora_rank=2, lora_alpha=3.0)
+    trained = load(folder, lora_rank=2, lora_alpha=3.0)
     with torch.no_grad():
         for parameter in trained.module.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.3)
     trained.module.save_lora_adapter(tmp_path, weight_name=LORA_FILE)
-    policy = load_policy(folder, device="cpu", weights=tmp_path, lora_rank=lora_rank)
+    policy = load(folder, weights=[tmp_path], lora_rank=lora_rank)
     x, sigma, cond = latents(), torch.tensor([0.9, 0.3]), policy.encode(PROMPTS)
     with torch.no_grad():
         ours, theirs = policy.velocity(x, sigma, cond), trained.velocity(x, sigma, cond)
-        base = FluxPolicy.load(folder).velocity(x, sigma, cond)
+        base = load(folder).velocity(x, sigma, cond)
     assert (ours - base).abs().max() > 0.05
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_user_can_get_wrong(folder, tmp_path):
-    with pytest.raises(ValueError, match="resolution=18 is no multiple of 4 pixels; 16 would be"):
-        FluxPolicy.load(folder, resolution=18)
+    with pytest.raises(ValueError, match="resolution=18: sides must be multiples of 4 pixels, as resolut"):
+        load(folder, resolution=18)
     with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
-        FluxPolicy.load(folder, max_sequence_length=13)
+        load(folder, max_sequence_length=13)
     with pytest.raises(ValueError, match="precision='half'"):
-        FluxPolicy.load(folder, precision="half")
+        load(folder, precision="half")
     with pytest.raises(ValueError, match="no model folder 'nowhere'"):
         load_policy("nowhere")
     with pytest.raises(ValueError, match=r"holds no model_index\.json"):
@@ -241,10 +271,10 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
     with pytest.raises(ValueError, match="is a StableDiffusionPipeline"):
         load_policy(tmp_path)
     with pytest.raises(ValueError, match="no weights at"):
-        FluxPolicy.load(folder, weights=[tmp_path / "none.safetensors"])
+        load(folder, weights=[tmp_path / "none.safetensors"])
     vae = folder / "vae" / "diffusion_pytorch_model.safetensors"
     with pytest.raises(ValueError, match="does not fit this model"):
-        FluxPolicy.load(folder, weights=[vae])
+        load(folder, weights=[vae])
 
 
 def test_velocity_checks_its_shapes(policy):
@@ -256,20 +286,9 @@ def test_velocity_checks_its_shapes(policy):
 
 
 def test_another_resolution_changes_the_latents(folder):
-    policy = FluxPolicy.load(folder, resolution=24)
+    policy = load(folder, resolution=24)
     assert policy.latent_shape == (36, 16)
     assert policy.decode(torch.zeros(1, 36, 16)).shape == (1, 3, 24, 24)
-
-
-def test_conditioning_rows():
-    cond = Conditioning(torch.arange(12.0).reshape(3, 2, 2), torch.arange(3.0)[:, None])
-    picked = cond[torch.tensor([2, 0, 2])]
-    assert len(picked) == 3 and picked.pooled.flatten().tolist() == [2, 0, 2]
-    joined = Conditioning.cat([cond[0:1], cond[1:]])
-    assert torch.equal(joined.text, cond.text)
-    assert cond.to(dtype=torch.float64).text.dtype == torch.float64
-    with pytest.raises(ValueError, match="same N"):
-        Conditioning(torch.zeros(3, 2, 2), torch.zeros(2, 1))
 
 
 def test_device_names():

@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 from support.random_flux import save_random_flux
 
 from g2rpo.models.flux.layout import is_original, original_prefix, sources, to_diffusers, to_original
-from g2rpo.models.flux.lora_checks import linear_shapes, read_lora
-from g2rpo.models.flux.lora_keys import is_lora
 from g2rpo.models.flux.lora_layout import lora_to_comfyui
-from g2rpo.models.flux.weights import LORA_TARGETS, load_weights
+from g2rpo.models.flux.network import FLUX, LORA_TARGETS, ORIGINAL
+from g2rpo.models.transformer.lora_checks import linear_shapes, read_lora
+from g2rpo.models.transformer.lora_keys import is_lora
+from g2rpo.models.transformer.weights import load_weights
 
 WIDTH = 3072
 
@@ -109,7 +110,7 @@ def test_weights_of_the_original_load(module, tmp_path, prefix):
     save_file(given, tmp_path / "flux.safetensors")
     other = transformer(tmp_path / "other", seed=1)
     assert not torch.equal(other.x_embedder.weight, module.x_embedder.weight)
-    assert load_weights(other, tmp_path / "flux.safetensors") is False
+    assert load_weights(FLUX, other, tmp_path / "flux.safetensors") is False
     assert all(torch.equal(value, module.state_dict()[key]) for key, value in other.state_dict().items())
 
 
@@ -119,7 +120,7 @@ def test_weights_that_do_not_fit_say_so(module, tmp_path):
     def loading(changed: dict[str, torch.Tensor]) -> str:
         save_file(changed, path)
         with pytest.raises(ValueError, match=r"flux\.safetensors does not fit this model") as caught:
-            load_weights(module, path)
+            load_weights(FLUX, module, path)
         return str(caught.value)
 
     del (lacking := dict(state))["double_blocks.0.img_attn.qkv.bias"]
@@ -178,7 +179,7 @@ def test_adapters_give_the_stacked_changes(module, tmp_path, targets, ranks):
         assert written[f"{name}.alpha"] == len(down)  # readers that use alpha agree with those that ignore it
         torch.testing.assert_close(up @ down, wanted[key], rtol=1e-5, atol=1e-5)
     save_file(written, tmp_path / "lora.safetensors")
-    back, _ = read_lora(tmp_path / "lora.safetensors", linear_shapes(module), module.config)
+    back, _ = read_lora(tmp_path / "lora.safetensors", linear_shapes(module), module.config, ORIGINAL)
     for layer in layers:
         down, up, factor = back[layer]
         torch.testing.assert_close(factor * up @ down, delta(state, layer), rtol=1e-5, atol=1e-5)
@@ -219,7 +220,7 @@ def test_adapters_load_onto_the_weights(module, tmp_path, kohya):
         }
     save_file(written, tmp_path / "lora.safetensors")
     other = transformer(tmp_path / "same")
-    assert load_weights(other, tmp_path / "lora.safetensors") is True
+    assert load_weights(FLUX, other, tmp_path / "lora.safetensors") is True
     for key, value in module.state_dict().items():
         layer = key.removesuffix(".weight")
         change = (2 if kohya else 1) * delta(state, layer) if f"{layer}.lora_A.weight" in state else 0
@@ -234,7 +235,7 @@ def test_adapters_that_do_not_fit_say_so(module, tmp_path):
         save_file(changed, path)
         before = {key: value.clone() for key, value in module.state_dict().items()}
         with pytest.raises(ValueError, match="cannot be put onto this model: ") as caught:
-            load_weights(module, path)
+            load_weights(FLUX, module, path)
         assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
         return str(caught.value)
 

@@ -22,7 +22,9 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_adapters_that_cannot_work(base, tmp_path, monkeypatch, what):
-    monkeypatch.setattr("g2rpo.models.flux.network.read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "g2rpo.models.transformer.network.read_weights", lambda *_: pytest.fail("weights were read")
+    )
     path = tmp_path / "lora.safetensors"
     for number, naming in enumerate(NAMINGS):
         state, words = BROKEN[what](Names(naming))

@@ -14,9 +14,10 @@ from support.trained_runs import make_run
 from g2rpo.config.settings import Settings
 from g2rpo.exporters.export import export_policy, export_run
 from g2rpo.inference.open import open_policy
-from g2rpo.models.flux.export import merged_state
 from g2rpo.models.flux.layout import to_diffusers, to_original
-from g2rpo.models.flux.weights import LORA_FILE, load_weights
+from g2rpo.models.flux.network import FLUX
+from g2rpo.models.transformer.export import merged_state
+from g2rpo.models.transformer.weights import LORA_FILE, load_weights
 from g2rpo.run.checkpoint import save_checkpoint
 
 
@@ -88,7 +89,7 @@ def by_peft(base, file):
 
 def by_load_weights(base, file):
     transformer = pipeline_of(base).transformer
-    assert load_weights(transformer, file) is True
+    assert load_weights(FLUX, transformer, file) is True
     return own_weights(transformer)
 
 

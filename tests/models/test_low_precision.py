@@ -2,18 +2,18 @@
 
 import pytest
 import torch
+from support import policies
 
 from g2rpo.config.settings import Settings
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.flux.network import blocks_of
-from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.models.flux.network import FLUX
 from g2rpo.models.loading.low_precision import eligible_linears, float8_linears
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
 
-def load(**changes) -> FluxPolicy:
-    return FluxPolicy.load("random:tiny", **{"precision": "bfloat16", "tails_precision": "float8", **changes})
+def load(**changes):
+    return policies.load("random:tiny", **{"precision": "bfloat16", "tails_precision": "float8", **changes})
 
 
 def explored(policy, plan=None, **options):
@@ -29,7 +29,7 @@ def explored(policy, plan=None, **options):
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_weights_come_back(lora_rank):
     policy = load(lora_rank=lora_rank)
-    blocks = blocks_of(policy.module)
+    blocks = FLUX.blocks_of(policy.module)
     before = {
         name: (parameter, parameter.data.clone()) for name, parameter in policy.module.named_parameters()
     }
@@ -51,7 +51,7 @@ def test_weights_come_back(lora_rank):
 
 def test_which_linears():
     policy = load(lora_rank=4)
-    for block in blocks_of(policy.module):
+    for block in FLUX.blocks_of(policy.module):
         names = {id(module): name for name, module in block.named_modules()}
         chosen = [names[id(module)] for module in eligible_linears(block)]
         assert chosen and not any("norm" in name or "lora" in name for name in chosen)
@@ -61,10 +61,10 @@ def test_which_linears():
 
 def test_weights_come_back_after_an_error():
     policy = load()
-    weights = [m.weight for block in blocks_of(policy.module) for m in eligible_linears(block)]
-    with pytest.raises(RuntimeError, match="torn"), float8_linears(blocks_of(policy.module)):
+    weights = [m.weight for block in FLUX.blocks_of(policy.module) for m in eligible_linears(block)]
+    with pytest.raises(RuntimeError, match="torn"), float8_linears(FLUX.blocks_of(policy.module)):
         raise RuntimeError("torn")
-    after = [m.weight for block in blocks_of(policy.module) for m in eligible_linears(block)]
+    after = [m.weight for block in FLUX.blocks_of(policy.module) for m in eligible_linears(block)]
     assert all(a is b for a, b in zip(weights, after, strict=True))
 
 
@@ -104,7 +104,7 @@ def test_settings_that_float8_tails_reject(settings, message):
     with pytest.raises(ValueError, match=message):
         Settings(tails_precision="float8", **settings)
     with pytest.raises(ValueError, match=message):
-        FluxPolicy.load("random:tiny", tails_precision="float8", **settings)
+        policies.load("random:tiny", tails_precision="float8", **settings)
 
 
 def test_without_torchao(monkeypatch):
@@ -115,7 +115,7 @@ def test_without_torchao(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_compiled_rollout_in_eight_bits_never_waits():
-    policy = load(device="cuda", compiled=True)
+    policy = load(device="cuda", compile_blocks=True)
     eager = explored(load(device="cuda", tails_precision="compute"))
     for _ in range(2):  # the first call also compiles and quantises
         explored(policy, tails=policy.tails, rollout_batch=4)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from support.policies import load
 from support.seeds import seeded
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def held_out() -> Pool:
 
 @pytest.fixture(scope="module")
 def policy() -> FluxPolicy:
-    return FluxPolicy.load(assets() / "tiny_flux", guidance=GUIDANCE)
+    return load(assets() / "tiny_flux", guidance=GUIDANCE)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.lora_files import INF, NAN, Names, all_refusals, with_value, without
+from support.policies import load
 from support.processes import run_command
 from support.random_flux import save_random_flux
 from support.trained_runs import make_run
@@ -15,7 +16,6 @@ from g2rpo.exporters.export import export_run
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
 from g2rpo.inference.sample import SampleRequest, sample_to_folder
-from g2rpo.models.registry import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,12 @@ def test_each_file_of_a_list_is_checked(base, tmp_path, monkeypatch):
     names, sound, broken = Names("transformer."), tmp_path / "sound.safetensors", tmp_path / "nan.safetensors"
     save_file(names.sound, sound)
     save_file(names.sound | {names.a: with_value((2, 32), NAN)}, broken)
-    monkeypatch.setattr("g2rpo.models.flux.network.load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "g2rpo.models.transformer.network.load_weights", lambda *_: pytest.fail("weights were read")
+    )
     for files in ([sound, broken], [broken, sound], [sound, sound, broken]):
         with pytest.raises(ValueError, match=r"nan\.safetensors cannot be put onto this model.*1 NaN"):
-            load_policy(str(base), weights=files, device="cpu")
+            load(base, weights=files)
 
 
 def test_a_run_whose_weights_broke(base, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 from g2rpo.config.settings import Settings
 from g2rpo.costs.estimate import plan_here
 from g2rpo.costs.speeds import tabulated_speeds
-from g2rpo.models.flux.shape import flux_shape
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.registry import model_shape
 
 RESULTS = Path(__file__).parents[2] / "results" / "performance"
 PAPER = {
@@ -52,7 +53,7 @@ def test_predicted_against_measured(file, settings, processes):
 
 
 def test_the_table_knows_what_judging_takes():
-    shape = flux_shape("random:flux-dev", resolution=720)
+    shape = model_shape("random:flux-dev", PolicyOptions(resolution=(720, 720)))
     assert tabulated_speeds(Settings(**PAPER), shape, "H200").reward == 0
     measured = json.loads((RESULTS / "rewards_1xH200.json").read_text())["calls"][-1]["rewards"]
     assert set(measured) == {"hps", "imagereward"}

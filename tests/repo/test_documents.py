@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from g2rpo.algorithms.registry import PRESETS
-from g2rpo.models.flux.shape import FluxShape
+from g2rpo.models.family import ModelShape
 
 
 def test_the_docs_table_is_the_presets():
@@ -38,9 +38,9 @@ def test_the_docs_table_is_the_presets():
 
 
 def test_the_docstring_names_the_fields():
-    attributes = FluxShape.__doc__.split("Attributes:")[1].splitlines()
+    attributes = ModelShape.__doc__.split("Attributes:")[1].splitlines()
     named = [name for line in attributes for name in line.partition(":")[0].split(", ") if ":" in line]
-    assert sorted(name.strip() for name in named) == sorted(field.name for field in fields(FluxShape))
+    assert sorted(name.strip() for name in named) == sorted(field.name for field in fields(ModelShape))
 
 
 def test_no_merge_conflict_is_left():

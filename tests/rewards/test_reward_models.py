@@ -9,8 +9,7 @@ from support.reward_files import MODELS, bert_tokenizer, clip_tokenizer, loading
 from g2rpo.rewards import model_reward as scorer
 from g2rpo.rewards import preprocess
 from g2rpo.rewards.model_reward import scoring
-from g2rpo.rewards.registry import load_reward, load_rewards
-from g2rpo.setup.fetch import REWARD_SOURCES
+from g2rpo.rewards.registry import load_reward, load_rewards, reward_spec
 
 CPU = torch.device("cpu")
 PROMPTS = ["a photo of a cat", "two red cubes", "a photo of a cat", "“bright”", "a blue sphere"]
@@ -254,7 +253,7 @@ def test_hub_files_are_those_that_fetch_brings(tmp_path, monkeypatch, reward):
     asked = []
 
     def snapshot(repo, allow_patterns):
-        (source,) = [one for one in REWARD_SOURCES[reward] if one.repo == repo]
+        (source,) = [one for one in reward_spec(reward).sources if one.repo == repo]
         folder = tmp_path / repo.replace("/", "--")
         folder.mkdir()
         asked.append(repo)
@@ -267,7 +266,7 @@ def test_hub_files_are_those_that_fetch_brings(tmp_path, monkeypatch, reward):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     loaded = load_reward(reward, CPU, loading(reward))
-    assert asked == [source.repo for source in REWARD_SOURCES[reward]]
+    assert asked == [source.repo for source in reward_spec(reward).sources]
     assert loaded(torch.rand(1, 3, 60, 60), ["a"]).isfinite()
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from g2rpo.rewards.registry import REWARDS, CheckedReward, load_reward, load_rewards
+from g2rpo.rewards.registry import REWARDS, CheckedReward, load_reward, load_rewards, reward_spec
 
 IMAGES = torch.linspace(0, 1, 2 * 3 * 4 * 4).reshape(2, 3, 4, 4)
 PROMPTS = ["dark", "bright"]
@@ -151,6 +151,10 @@ def test_no_rewards_at_all():
         load_rewards({}, "cpu")
 
 
-def test_known_names_are_module_and_factory():
-    for target in REWARDS.values():
-        assert target.startswith("g2rpo.rewards.") and target.partition(":")[2].startswith("load")
+def test_every_name_has_a_complete_spec_in_the_rewards_own_file():
+    for name, target in REWARDS.items():
+        module, _, attribute = target.partition(":")
+        spec = reward_spec(name)
+        assert spec is getattr(sys.modules[module], attribute) and module.startswith("g2rpo.rewards.")
+        assert spec.factory.__module__ == module and spec.num_params is not None
+        assert spec.sources or spec.origin

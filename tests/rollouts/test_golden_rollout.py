@@ -5,26 +5,25 @@ import torch
 from support.golden_files import assert_close, cases, tensor
 
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.policy import Conditioning
+from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.explore import Anchor, CountedPolicy, run_branches, walk_anchor
 from g2rpo.rollouts.rules import Singular
 
 SHAPE = (4, 8)
 
 
-class LinearPolicy:
+class LinearPolicy(Policy):
     """v(x, sigma) = x A^T + b int(1000 sigma) / 1000"""
 
     latent_shape = SHAPE
     device = torch.device("cpu")
-    module = torch.nn.Identity()
-    forwards_per_sample = 1
+    modules = {"linear": torch.nn.Identity()}  # noqa: RUF012
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         self.weight, self.bias = weight, bias
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        return Conditioning(torch.zeros(len(prompts), 1, 1), torch.zeros(len(prompts), 1))
+        return Conditioning({"text": torch.zeros(len(prompts), 1)})
 
     def velocity(self, x: torch.Tensor, sigma: torch.Tensor, cond: Conditioning) -> torch.Tensor:
         truncated = (1000 * sigma).int().float() / 1000

@@ -209,7 +209,9 @@ def test_a_policy_that_breaks_down_is_invalid_not_scored():
     class Breaking(GaussianPolicy):
         def velocity(self, x, sigma, cond):
             out = super().velocity(x, sigma, cond)
-            return out.masked_fill((cond.pooled[:, :, None] < 0) & (sigma[:, None, None] < 0.8), torch.nan)
+            return out.masked_fill(
+                (cond.tensors["mean"][:, :, None] < 0) & (sigma[:, None, None] < 0.8), torch.nan
+            )
 
     def strict(images, prompts, metadata=None):
         assert images.isfinite().all()

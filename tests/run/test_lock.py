@@ -35,7 +35,7 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "g2rpo.training.trainer.policy_of", lambda *args, **options: pytest.fail("loaded a model")
+                "g2rpo.training.trainer.load_policy", lambda *args, **options: pytest.fail("loaded a model")
             )
             with pytest.raises(ValueError, match=r"another run is using .*run: wait for it, stop it, or"):
                 g2rpo.train("tiny", **values, iterations=500)

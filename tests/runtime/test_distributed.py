@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.policies import load
 from support.processes import run_processes, train_as
 from support.random_flux import save_random_flux
 
@@ -17,7 +18,6 @@ from g2rpo.__main__ import app
 from g2rpo.config.load import load_settings
 from g2rpo.data import embeddings as conditioning
 from g2rpo.models.flux import policy as flux
-from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.random import RandomText
 from g2rpo.models.loading.reading import read_weights, weight_files
 from g2rpo.run.best import best_checkpoint
@@ -314,7 +314,7 @@ def test_a_weight_file_is_read_shard_by_shard(tmp_path):
     folder = save_random_flux(tmp_path / "flux")
     transformer = folder / "transformer"
     single_file = transformer / "diffusion_pytorch_model.safetensors"
-    policy = FluxPolicy.load(folder)
+    policy = load(folder)
     before = {name: value.clone() for name, value in policy.module.state_dict().items()}
 
     from diffusers import FluxTransformer2DModel
@@ -323,22 +323,22 @@ def test_a_weight_file_is_read_shard_by_shard(tmp_path):
     single_file.unlink()
     model.save_pretrained(transformer, max_shard_size="20KB")
     assert len(set(weight_files(transformer).values())) > 1
-    again = FluxPolicy.load(folder).module.state_dict()
+    again = load(folder).module.state_dict()
     assert all(torch.equal(before[name], again[name]) for name in before)
 
     shards = sorted(transformer.glob("*.safetensors"))
     data = shards[0].read_bytes()
     shards[0].write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=f"{shards[0].name} is damaged .*fetch it again"):
-        FluxPolicy.load(folder)
+        load(folder)
     shards[0].unlink()
     with pytest.raises(ValueError, match=f"names {shards[0].name}, which is not there"):
-        FluxPolicy.load(folder)
+        load(folder)
 
 
 def test_weights_of_other_shapes_are_refused(tmp_path):
     files = weight_files(save_random_flux(tmp_path / "flux") / "transformer")
-    module = FluxPolicy.load("random:tiny").module
+    module = load("random:tiny").module
     with pytest.raises(ValueError, match=r"does not fit its config.json \(\d+ differences"):
         read_weights(module, files, tmp_path / "flux")
 

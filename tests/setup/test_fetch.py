@@ -16,11 +16,13 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import ModelInfo
 from support.random_flux import save_random_flux
 
-from g2rpo.rewards.registry import REWARDS
-from g2rpo.setup.fetch import REWARD_SOURCES, fetch_needs, missing_files, needs
+from g2rpo.models.flux.family import FAMILY
+from g2rpo.rewards.registry import REWARDS, reward_spec
+from g2rpo.setup.fetch import fetch_needs, missing_files, needs
 
 ROOT = Path(__file__).parents[2]
 SHA = "0" * 40
+TUNED = "owner/tuned"  # a model whose name is not built in
 FLUX, HPS = "black-forest-labs/FLUX.1-dev", "xswu/HPSv2"
 WORDS = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # of which rewards take the tokenizer
 WORD_FILES = ("tokenizer_config.json", "vocab.json", "merges.txt")
@@ -43,7 +45,7 @@ class Hub:
 
     def model_info(self, repo_id, *, files_metadata=False, **_):
         assert files_metadata  # else no sizes
-        if repo_id == FLUX:
+        if repo_id in (FLUX, TUNED):
             paths = [path for path in self.model.rglob("*") if path.is_file()]
             files = [(path.relative_to(self.model).as_posix(), path.stat().st_size) for path in paths]
             files += [("flux1-dev.safetensors", 23_802_932_552)]  # not ours: the copy in another layout
@@ -68,7 +70,7 @@ class Hub:
     def snapshot_download(self, repo_id, *, allow_patterns, **_):
         self.downloads.append(repo_id)
         folder = self.snapshot(repo_id)
-        if repo_id == FLUX:
+        if repo_id in (FLUX, TUNED):
             shutil.copytree(self.model, folder, dirs_exist_ok=True)
         else:
             folder.mkdir(parents=True)
@@ -171,8 +173,25 @@ def test_a_repository_without_a_part(hub):
     with pytest.raises(ValueError, match=r"xswu/HPSv2 on the hub holds no HPS_v2.1_compressed.pt"):
         needs("tiny", ["hps"])
     hub.drop = {"model_index.json"}
-    with pytest.raises(ValueError, match=r"no model_index.json.*not a FluxPipeline"):
+    with pytest.raises(ValueError, match=r"no model_index.json.*no pipeline in diffusers layout"):
         needs(FLUX, [])
+
+
+def test_the_index_of_a_repository_says_which_parts_are_needed(hub, model):
+    (tuned,) = needs(TUNED, [])
+    assert tuned.size_bytes == size_of(model) and tuned.family is FAMILY
+    assert hub.downloads == [TUNED]  # its configuration
+
+
+def test_a_repository_of_a_family_that_we_do_not_have(hub, model, tmp_path):
+    hub.model = shutil.copytree(model, tmp_path / "model")
+    (hub.model / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusion3Pipeline"}))
+    with pytest.raises(ValueError, match=r"is a StableDiffusion3Pipeline; g2rpo has families for"):
+        needs(TUNED, [])
+    found = needs(TUNED, [], family="support.other_family:FAMILY")[0]
+    used = [hub.model / "model_index.json"]
+    used += [path for part in ("scheduler", "transformer") for path in (hub.model / part).iterdir()]
+    assert found.size_bytes == sum(path.stat().st_size for path in used)
 
 
 def test_space_is_looked_at_before(hub, monkeypatch):
@@ -185,10 +204,14 @@ def test_space_is_looked_at_before(hub, monkeypatch):
 
 
 def test_every_reward_is_accounted_for():
-    # A new reward that loads something names it in REWARD_SOURCES; these load what lies in the package.
+    # A new reward that loads something names it in its spec; these load what lies in the package.
     inside = {"tiny_clip", "tiny_preference", "verifier", "verifier_strict", "colourfulness"}
     inside |= {"geneval", "geneval_strict", "ocr"}
-    assert set(REWARDS) - inside <= set(REWARD_SOURCES)
+    for name in REWARDS:
+        spec = reward_spec(name)
+        assert bool(spec.sources) == (name not in {*inside, "unified", "http"}), name
+        assert spec.sources or ("server" if name in ("unified", "http") else "ships") in spec.origin
+    assert "ships with g2rpo or a package that it needs" in str(needs("tiny", ["verifier"])[1])
     assert "server" in str(needs("tiny", ["unified"])[1])
     with pytest.raises(ValueError, match="did you mean 'hps'"):
         needs("tiny", ["hpss"])
@@ -207,7 +230,7 @@ def test_every_reward_is_accounted_for():
 )
 def test_an_incomplete_folder_is_told(model, tmp_path, lost):
     folder = shutil.copytree(model, tmp_path / "model")
-    assert missing_files(folder) == [] and "complete" in str(needs(str(folder), [])[0])
+    assert missing_files(folder, FAMILY) == [] and "complete" in str(needs(str(folder), [])[0])
     (folder / lost).unlink()
     part = lost.rpartition("/")[0]
     with pytest.raises(ValueError, match=f"is incomplete; it lacks {part}/"):
@@ -221,7 +244,7 @@ def test_a_missing_shard_is_told(model, tmp_path):
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = part / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
-    assert missing_files(folder) == ["transformer/model-00002-of-00002.safetensors"]
+    assert missing_files(folder, FAMILY) == ["transformer/model-00002-of-00002.safetensors"]
 
 
 def command(place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:

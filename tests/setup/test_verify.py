@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.other_family import TRANSFORMER
 from support.random_flux import save_random_flux
 
 from g2rpo.models.flux.layout import to_original
@@ -16,7 +17,7 @@ from g2rpo.models.flux.lora_layout import lora_to_comfyui
 from g2rpo.models.loading.reading import read_header
 from g2rpo.models.tiny import tiny_folder
 from g2rpo.setup.doctor import Row
-from g2rpo.setup.verify import _diffusers_shapes, _original_shapes, verify
+from g2rpo.setup.verify import _diffusers_shapes, _plain, _shapes, _text_encoder, verify
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FLUX = {"guidance_embeds": True}
@@ -227,9 +228,10 @@ def test_other_models_are_named(model, tmp_path):
 @pytest.mark.parametrize("original", [True, False])
 def test_flux_1_dev_is_known_without_a_base(tmp_path, original):
     """At full size: 24 GB of holes, of which the header is read."""
-    shapes = _diffusers_shapes("transformer", FLUX)
+    shapes = _diffusers_shapes("FluxTransformer2DModel", FLUX)
     if original:
-        shapes = _original_shapes(shapes, FLUX)
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+        shapes = _shapes(to_original(tensors, FLUX))
     path = tmp_path / "flux1.safetensors"
     write_sparse(path, shapes)
     (row,) = verify(path)
@@ -267,6 +269,83 @@ def test_a_base_says_what_fits(sound, tmp_path):
     with pytest.raises(ValueError, match="no model folder 'nowhere'"):
         save_file(original, path)
         verify(path, base="nowhere")
+
+
+# ---- more than one family
+
+OTHER = "support.other_family:FAMILY"
+
+
+def other_state() -> dict[str, torch.Tensor]:
+    from diffusers import SD3Transformer2DModel
+
+    return dict(SD3Transformer2DModel.from_config(TRANSFORMER).state_dict())
+
+
+def adapters_of(layer: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    down, up = torch.ones(2, weight.shape[1]), torch.ones(weight.shape[0], 2)
+    return {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
+
+
+def test_a_file_belongs_to_the_family_whose_layers_it_has(tmp_path):
+    path, state = tmp_path / "weights.safetensors", other_state()
+    save_file({key: value.contiguous() for key, value in state.items()}, path)
+    (row,) = verify(path, family=OTHER)
+    assert row.status == "ok" and f"{len(state)} tensors" in row.detail
+    assert problems(verify(path))  # without the other family, it can only be one of ours
+    layer = "transformer_blocks.0.attn.to_q"  # both families have it, with different shapes
+    adapters = adapters_of(layer, state[f"{layer}.weight"]) | adapters_of("pos_embed.x", torch.ones(2, 2))
+    save_file(adapters, path)
+    assert "pos_embed.x" in only_problem(verify(path, base="owner/other", family=OTHER)).detail
+    for original in (False, True):
+        shapes = _diffusers_shapes("FluxTransformer2DModel", FLUX)
+        if original:
+            tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+            shapes = _shapes(to_original(tensors, FLUX))
+            shapes = {f"model.diffusion_model.{key}": shape for key, shape in shapes.items()}
+        write_sparse(path, shapes)
+        (row,) = verify(path, family=OTHER)
+        assert row.status == "ok" and "11,901,408,320 numbers" in row.detail
+
+
+@pytest.mark.parametrize("comfyui", [False, True])
+def test_adapters_belong_to_the_family_whose_layers_they_have(tmp_path, comfyui):
+    layer, path = "single_transformer_blocks.3.attn.to_q", tmp_path / "lora.safetensors"
+    state = adapters_of(layer, torch.empty(3072, 3072))
+    save_file(lora_to_comfyui(state, FLUX) if comfyui else state, path)
+    (row,) = verify(path, family=OTHER)
+    assert row.status == "ok" and row.detail.startswith("a LoRA on 1 layers")
+
+
+def test_a_pipeline_is_compared_by_its_own_family(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "scheduler").mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusion3Pipeline"}))
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "Euler"}))
+    config = json.dumps({"_class_name": "SD3Transformer2DModel", **TRANSFORMER})
+    (folder / "transformer" / "config.json").write_text(config)
+    state = {key: value.contiguous() for key, value in other_state().items()}
+    save_file(state, folder / "transformer" / WEIGHTS)
+    assert [row.status for row in verify(folder, family=OTHER)] == ["ok", "ok"]
+    assert [row.status for row in verify(folder / "transformer", family=OTHER)] == ["ok"]
+    assert "g2rpo supports" in only_problem(verify(folder)).advice
+    assert "not of a FluxTransformer2DModel" in only_problem(verify(folder / "transformer")).detail
+
+
+def test_text_encoders_of_other_versions_of_transformers_pass():
+    """The published files of Qwen2.5-VL name the language model and the vision tower in an older way."""
+    from transformers import Qwen2_5_VLForConditionalGeneration as Encoder
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16}
+    config = {**sizes, "num_hidden_layers": 1, "num_key_value_heads": 1, "vision_config": vision}
+    shapes, ties = _text_encoder(Encoder, config)
+    with torch.device("meta"):
+        keys = Encoder(Encoder.config_class(**config)).state_dict()
+    older = {key.replace("language_model.", "").replace("model.visual.", "visual.") for key in keys}
+    assert older != keys.keys() and "visual.blocks.0.norm1.weight" in older
+    assert {_plain(key) for key in older} - ties.keys() == shapes.keys()
 
 
 # ---- adapters

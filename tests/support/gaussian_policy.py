@@ -4,7 +4,7 @@ x_sigma ~ N((1 - sigma) mean, var) with var = (1 - sigma)^2 spread^2 + sigma^2, 
 
     v(x, sigma) = E[noise - image | x] = -mean + (sigma - (1 - sigma) spread^2) (x - (1 - sigma) mean) / var
 
-The mean is the prompt's pooled embedding; one learnable gain on the velocity makes it trainable.
+The mean is the prompt's embedding; one learnable gain on the velocity makes it trainable.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.policy import Conditioning
+from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.explore import Exploration, explore
 from g2rpo.rollouts.plan import Plan
 
 
-class GaussianPolicy:
+class GaussianPolicy(Policy):
     """Counts its evaluations: `rows` is the number of samples, `calls` has the batch size of each call."""
-
-    forwards_per_sample = 1
 
     def __init__(
         self, latent_shape: tuple[int, int] = (4, 3), spread: float = 0.5, device: torch.device | str = "cpu"
@@ -34,13 +32,14 @@ class GaussianPolicy:
         self.device = torch.device(device)
         self.module: nn.Module = nn.Linear(1, 1, bias=False, device=device)
         nn.init.ones_(self.module.weight)  # type: ignore[arg-type]
+        self.modules = {"gain": self.module}
         self.rows = 0
         self.calls: list[int] = []
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompts are numbers: the mean of the images."""
         means = torch.tensor([[float(prompt)] for prompt in prompts], device=self.device)
-        return Conditioning(means[:, None, :], means)
+        return Conditioning({"mean": means})
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         assert x.dtype == sigma.dtype == torch.float32
@@ -48,7 +47,9 @@ class GaussianPolicy:
         self.rows += len(x)
         self.calls.append(len(x))
         gain = next(self.module.parameters()).reshape(())
-        return gain * gaussian_velocity(x, sigma[:, None, None], cond.pooled[:, :, None], self.spread)
+        return gain * gaussian_velocity(
+            x, sigma[:, None, None], cond.tensors["mean"][:, :, None], self.spread
+        )
 
     def decode(self, latents: Tensor) -> Tensor:
         """[N, L, C] -> [N, 3, L, 1] around 1/2: channel c is colour c of the image."""

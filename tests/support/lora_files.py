@@ -9,8 +9,8 @@ import torch
 from g2rpo.config.load import load_settings
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
-from g2rpo.models.registry import check_weights
 from g2rpo.setup.verify import verify
+from support.policies import check_of
 
 LAYER = "transformer_blocks.0.attn.to_q"
 KOHYA, GENERIC = "lora_unet_double_blocks_0_img_attn_proj", "diffusion_model.double_blocks.0.img_attn.proj"
@@ -197,7 +197,7 @@ def all_refusals(path: Path, base: Path) -> list[str]:
     attempts = [
         lambda: open_policy(path, base=str(base), device="cpu"),
         lambda: check_model(str(path), str(base)),
-        lambda: check_weights(settings),
+        lambda: check_of(settings),
     ]
     messages = []
     for attempt in attempts:

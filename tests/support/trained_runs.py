@@ -8,8 +8,8 @@ import torch
 
 from g2rpo.config.load import Settings
 from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.registry import policy_of
 from g2rpo.run.checkpoint import save_checkpoint
+from support.policies import policy_of
 
 PROMPTS = ["a red circle", "two blue stars"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.policies import load
 from support.random_flux import WORDS, save_random_flux
 from typer.testing import CliRunner
 
@@ -20,10 +21,9 @@ from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import read_prompts
 from g2rpo.data.stream import PromptStream
-from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.flux.text import FluxText
-from g2rpo.training.embed import embed_run, text_encoders, truncated_prompts
-from g2rpo.training.run_prompts import run_prompts
+from g2rpo.training.embed import embed_run, text_encoders
+from g2rpo.training.run_prompts import RunPrompts
 
 ROOT = Path(__file__).parents[2]
 COLOURS, SHAPES = ("red", "blue", "green"), ("circle", "square", "star")
@@ -56,6 +56,10 @@ def embed_and_capture(settings: Settings):
     return done, stream.getvalue()
 
 
+def texts_of(settings: Settings) -> list[str]:
+    return RunPrompts.of(settings).texts
+
+
 def shards(settings: Settings) -> list[Path]:
     return sorted(Path(settings.cache).rglob("*.safetensors"))
 
@@ -67,16 +71,16 @@ def test_exactly_the_prompts_of_the_run(settings, tmp_path):
     plain = settings()
     trained = [prompt.text for prompt in PromptStream(read_prompts(plain.prompts)[0], plain.seed).at(0, 4)]
     assert PROMPTS[0] not in trained and len(set(trained)) == 4
-    assert run_prompts(plain) == [*trained, PROMPTS[0]]
+    assert texts_of(plain) == [*trained, PROMPTS[0]]
     # The evaluation takes the first ones, the comparison those of them that are not trained.
     evaluation = {"eval_prompts": str(tmp_path / "eval.jsonl"), "num_eval_prompts": 3}
-    assert run_prompts(settings(**evaluation)) == [*trained, PROMPTS[0]]  # named, but used by nothing
+    assert texts_of(settings(**evaluation)) == [*trained, PROMPTS[0]]  # named, but used by nothing
     evaluated = {PROMPTS[0], *trained, PROMPTS[3], "two stars", "a white square"}
-    assert set(run_prompts(settings(**evaluation, eval_every=1))) == evaluated
-    compared = run_prompts(settings(**evaluation, compare_images=1))
+    assert set(texts_of(settings(**evaluation, eval_every=1))) == evaluated
+    compared = texts_of(settings(**evaluation, compare_images=1))
     assert compared == [*trained, PROMPTS[0], "two stars"]
-    assert run_prompts(settings(true_cfg=2.0)) == [*trained, PROMPTS[0], ""]
-    assert sorted(run_prompts(settings(iterations=40))) == sorted(PROMPTS)  # epochs repeat, the list does not
+    assert texts_of(settings(true_cfg=2.0)) == [*trained, PROMPTS[0], ""]
+    assert sorted(texts_of(settings(iterations=40))) == sorted(PROMPTS)  # epochs repeat, the list does not
 
 
 def test_a_run_finds_everything_it_wants(settings, tmp_path, monkeypatch):
@@ -121,11 +125,11 @@ def test_only_text_encoders_are_needed_and_bits_are_the_policys(settings, model,
     shutil.rmtree(part / "vae")
     done, _ = embed_and_capture(settings(model=str(part), precision=precision))
     assert (done.prompts, done.already_embedded, done.added, done.interrupted) == (5, 0, 5, False)
-    policy = FluxPolicy.load(model, precision=precision)
-    texts, cache = run_prompts(settings()), EmbeddingCache(tmp_path / "cache")
+    policy = load(model, precision=precision)
+    texts, cache = texts_of(settings()), EmbeddingCache(tmp_path / "cache")
     assert cache.missing(policy, texts) == []
     found, expected = cache.get(policy, texts), policy.encode(texts)
-    assert torch.equal(found.text, expected.text) and torch.equal(found.pooled, expected.pooled)
+    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in ("text", "pooled"))
 
 
 def test_interrupted_it_goes_on(settings, monkeypatch):
@@ -147,7 +151,7 @@ def test_interrupted_it_goes_on(settings, monkeypatch):
     )
     again, output = embed_and_capture(run)
     assert not again.interrupted and (again.already_embedded, again.added) == (4, 5)
-    assert encoded[6:] == run_prompts(run)[4:] and "4 already embedded, 5 to do" in output
+    assert encoded[6:] == texts_of(run)[4:] and "4 already embedded, 5 to do" in output
     assert embed_and_capture(run)[0].added == 0
 
 
@@ -169,7 +173,7 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
     monkeypatch.setattr(FluxText, "encode", encode_until_signal)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "g2rpo.training.trainer.policy_of", lambda *_, **__: pytest.fail("went on without embeddings")
+            "g2rpo.training.trainer.load_policy", lambda *_, **__: pytest.fail("went on without embeddings")
         )
         stopped = CliRunner().invoke(app, words, catch_exceptions=False)
     assert stopped.exit_code == 130 and not (tmp_path / "run").exists()
@@ -177,7 +181,7 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
     assert "interrupted; 2 embeddings are kept, the same command goes on\n" in stopped.output
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0 and "step 2/2" in done.output and "3/3 prompts, " in done.output
-    assert encoded[4:] == run_prompts(run)[2:]
+    assert encoded[4:] == texts_of(run)[2:]
 
 
 def test_slow_encoders_write_often(settings, monkeypatch):
@@ -216,7 +220,7 @@ def test_truncated_prompts_are_reported(settings, tmp_path):
     t5_line = f"T5 truncates 1 prompts to 12 tokens, which shortens what the model reads; the first: {both!r}"
     assert t5_line in output
     shorter = settings(prompts=str(tmp_path / "long.txt"), max_sequence_length=8)
-    cuts = truncated_prompts(text_encoders(shorter, torch.device("cpu")).text, [whole, clip_only])
+    cuts = text_encoders(shorter, torch.device("cpu")).text.truncated([whole, clip_only])
     assert [cut.encoder for cut in cuts] == ["CLIP", "T5"] and cuts[1].prompts == (clip_only,)
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from support.policies import load
 from support.random_flux import save_random_flux
 from typer.testing import CliRunner
 
 from g2rpo.__main__ import app
 from g2rpo.inference.images import from_pil, read_png_text
 from g2rpo.inference.open import open_policy, open_run
-from g2rpo.inference.sample import pipeline_shift, sample_images, start_noise
-from g2rpo.models.flux.policy import FluxPolicy
+from g2rpo.inference.sample import sample_images, start_noise
 from g2rpo.models.flux.text import FluxText
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
@@ -217,10 +217,12 @@ def test_the_export_draws_the_same_in_diffusers(trained, base, tmp_path):
     tuned, untuned = pictures(tmp_path / "drawn"), pictures(tmp_path / "drawn" / "compare")
 
     policy = open_policy(trained.out, device="cpu")  # not the export: both could be wrong in the same way
-    seeds, shift = [SEED, SEED + 1], pipeline_shift(base, policy.latent_shape[0])
+    seeds, shift = [SEED, SEED + 1], policy.pipeline_shift()
     info = read_png_text(tmp_path / "drawn" / "0000.png")[1]
     assert (
-        info["guidance"] == policy.guidance == 2.0 and info["shift"] == pytest.approx(shift) and shift > 1.2
+        info["guidance"] == policy.options.guidance == 2.0
+        and info["shift"] == pytest.approx(shift)
+        and shift > 1.2
     )
     noise = start_noise(policy, seeds)
     own = sample_images(policy, PROMPTS[:2], num_steps=STEPS, shift=shift, seeds=seeds)
@@ -250,7 +252,7 @@ def test_every_export_opens_again(trained, base, tmp_path, layout):
     cond, sigma = policy.encode(PROMPTS), torch.tensor([1.0, 0.8, 0.4, 0.05])
     x = start_noise(policy, [1, 2, 3, 4])
     expected = policy.velocity(x, sigma, cond)
-    untrained = FluxPolicy.load(base, guidance=2.0, max_sequence_length=12).velocity(x, sigma, cond)
+    untrained = load(base, guidance=2.0, max_sequence_length=12).velocity(x, sigma, cond)
     assert (expected - untrained).abs().max() > 0.01
     alone = {"guidance": 2.0, "max_sequence_length": 12}  # a file by itself does not tell
     for path, known in [(exported, {}), *((file, alone) for file in files)]:
@@ -260,7 +262,7 @@ def test_every_export_opens_again(trained, base, tmp_path, layout):
 
 
 def test_other_settings_cannot_go_on(trained, monkeypatch):
-    monkeypatch.setattr("g2rpo.training.trainer.policy_of", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("g2rpo.training.trainer.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
     config = (trained.out / "config.toml").read_bytes()
     _, errors = g2rpo("train", *trained.words, "lr=2e-2", "group_size=4", code=2)
     lines = [line.strip() for line in errors.splitlines()]
@@ -275,7 +277,7 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
         ("model=./nowhere", ["model='./nowhere' looks like a folder, and there is none"]),
         ("model=nowhere", ["no model folder 'nowhere'", "owner/model"]),
         ("model=no/such", ["'no/such' is neither a folder here nor a hub model", "`hf auth login`"]),
-        ("resolution=18", ["resolution=18 is no multiple of 4 pixels; 16 would be"]),
+        ("resolution=18", ["resolution=18: sides must be multiples of 4 pixels, as resolution=16 would be"]),
         ("max_sequence_length=13", ["max_sequence_length=13 is outside 1..12"]),
         ("lora_rank=4 lora_targets=['attn.to_z']", ["ends in 'attn.to_z'", "attn.to_q", "ff.net.2"]),
     ],
@@ -288,7 +290,7 @@ def test_what_does_not_fit_is_reported_before_weights_are_read(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("g2rpo.models.flux.policy.fill_from_folder", unread)
+    monkeypatch.setattr("g2rpo.models.transformer.policy.fill_from_folder", unread)
     _, errors = g2rpo("train", *recipe(base, cache, tmp_path / "run", 0, *changes.split()), code=2)
     assert errors.startswith("error: ") and errors.count("error: ") == 1
     for part in expected:

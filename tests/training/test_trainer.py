@@ -212,7 +212,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
     config = tmp_path / "run" / "config.toml"
     kept = config.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("g2rpo.training.trainer.policy_of", lambda settings: pytest.fail("loaded a model"))
+        patch.setattr("g2rpo.training.trainer.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
         with pytest.raises(ValueError, match=r"iterations=1, but .* has done 2"):
             run(iterations=1, **compared)
         with pytest.raises(ValueError, match="eval_num_steps: 2 there, 3 given"):

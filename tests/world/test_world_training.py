@@ -146,7 +146,7 @@ def test_latents_lie_as_the_policys_do(held_out):
         plain = vae.encode(pixels.float() / 127.5 - 1).latent_dist.mode()
         packed = encode(vae, pixels)
         assert torch.allclose(packed, pack((plain - 0.25) * 1.5), atol=1e-6)
-        there_and_back = vae.decode(unpack(packed) / 1.5 + 0.25).sample
+        there_and_back = vae.decode(unpack(packed, (8, 8)) / 1.5 + 0.25).sample
         assert torch.allclose(decode(vae, packed), (there_and_back / 2 + 0.5).clamp(0, 1), atol=1e-5)
 
 

@@ -150,6 +150,8 @@ UNVARIED = {
     "out": "the run folder: each case has its own",
     "cache": "the embedding cache: each case has its own",
     "algorithm_options": "options of an algorithm; a recipe gives them as flat keys",
+    "family": "a custom model family: its code is no part of either checkout",
+    "negative_prompt": "a setting that BASE lacks; its default is the empty prompt of BASE",
 }
 # Values that only lead to a refusal on a machine without a GPU.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {

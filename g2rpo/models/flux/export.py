@@ -1,95 +1,103 @@
-"""Writers of FLUX.1's weights in the formats of other programs."""
+"""Writers of FLUX.1's weights in the formats of other programs, and how these programs load them."""
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from g2rpo.models.family import Export
 from g2rpo.models.flux.layout import to_original
 from g2rpo.models.flux.lora_layout import lora_to_comfyui
-from g2rpo.models.flux.lora_strength import adapters_at_strength_1, metadata_at_strength_1
-from g2rpo.models.flux.policy import FluxPolicy
-from g2rpo.models.flux.weights import COMFYUI_LORA_FILE, LORA_FILE, SINGLE_FILE
-from g2rpo.models.loading.files import PARTS
+from g2rpo.models.options import as_resolution
+from g2rpo.models.policy import Policy
+from g2rpo.models.tiny import is_tiny
+from g2rpo.models.transformer.export import base_folder, merged_state, transformer_of
+from g2rpo.models.transformer.lora_strength import adapters_at_strength_1
+from g2rpo.models.transformer.weights import COMFYUI_LORA_FILE, SINGLE_FILE
+
+FLUX_WIDTH = 3072
 
 
-def merged_state(module: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Returns the transformer's weights on the CPU, under their names without adapters, with adapters merged.
-
-    Each weight is merged in float32 and cast to `dtype` before the next one, which limits the peak memory.
-    """
-    layers = {name: layer for name, layer in module.named_modules() if hasattr(layer, "get_delta_weight")}
-    merged: dict[str, Tensor] = {}
-    for name, value in module.state_dict().items():
-        if ".lora_" in name:
-            continue
-        weight = value.detach().cpu()
-        owner, is_base, rest = name.partition(".base_layer.")
-        if is_base and rest == "weight":
-            weight = weight.float()
-            for adapter in layers[owner].active_adapters:
-                weight = weight + layers[owner].get_delta_weight(adapter).detach().float().cpu()
-        merged[name.replace(".base_layer.", ".")] = weight.to(dtype)
-    return merged
-
-
-def _write_pipeline(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
-    from diffusers import FluxTransformer2DModel
-
-    # On the meta device, so that the weights assigned below are the only copy.
-    with torch.device("meta"):
-        transformer = FluxTransformer2DModel.from_config(policy.module.config)
-    transformer.load_state_dict(merged_state(policy.module, dtype), assign=True)
-    transformer.save_pretrained(out / "transformer")
-    # copytree follows the links of the hub's cache, so the export is self-contained.
-    for part in PARTS:
-        if part != "transformer":
-            shutil.copytree(policy.folder / part, out / part)
-    shutil.copyfile(policy.folder / "model_index.json", out / "model_index.json")
-    for path in [out, *out.rglob("*")]:
-        path.chmod(path.stat().st_mode | 0o200)  # an export of a read-only base must be writable
-
-
-def _write_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
-    from diffusers.loaders import FluxLoraLoaderMixin
-
-    FluxLoraLoaderMixin.save_lora_weights(
-        out,
-        transformer_lora_layers={
-            name: value.to(dtype) for name, value in adapters_at_strength_1(policy.module).items()
-        },
-        transformer_lora_adapter_metadata=metadata_at_strength_1(
-            policy.module.peft_config["default"].to_dict()
-        ),
-        weight_name=LORA_FILE,
-    )
-
-
-def _write_single_file(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
+def write_single_file(policy: Policy, out: Path, dtype: torch.dtype) -> None:
+    """Writes the transformer in one file, with the key names of FLUX.1's own release."""
     from safetensors.torch import save_file
 
-    state = to_original(merged_state(policy.module, dtype), policy.module.config)
+    base_folder(policy)
+    module = transformer_of(policy)
+    state = to_original(merged_state(module, dtype), module.config)
     # safetensors does not accept the views of swapped or sliced tensors.
     save_file({key: value.contiguous() for key, value in state.items()}, out / SINGLE_FILE, {"format": "pt"})
 
 
-def _write_comfyui_lora(policy: FluxPolicy, out: Path, dtype: torch.dtype) -> None:
+def write_comfyui_lora(policy: Policy, out: Path, dtype: torch.dtype) -> None:
+    """Writes the adapters in one file, with the key names of FLUX.1's own release."""
     from safetensors.torch import save_file
 
-    layers = lora_to_comfyui(adapters_at_strength_1(policy.module), policy.module.config)
+    base_folder(policy)
+    module = transformer_of(policy)
+    layers = lora_to_comfyui(adapters_at_strength_1(module), module.config)
     # alpha stays float32, because bfloat16 cannot represent 257.
     state = {key: v if key.endswith(".alpha") else v.to(dtype).contiguous() for key, v in layers.items()}
     save_file(state, out / COMFYUI_LORA_FILE, {"format": "pt"})
 
 
-WRITERS = {
-    "diffusers": _write_pipeline,
-    "lora": _write_lora,
-    "single_file": _write_single_file,
-    "comfyui": _write_comfyui_lora,
-}
-"""Layout -> function that writes a policy's weights into a folder in a dtype."""
+def usage(export: Export) -> list[str]:
+    """Returns Markdown lines on how other programs load an export."""
+    kind, model = export.layout, export.model
+    config = transformer_of(export.policy).config
+    embedded = is_tiny(model)
+    width = config.num_attention_heads * config.attention_head_dim
+    file = COMFYUI_LORA_FILE if kind == "comfyui" else SINGLE_FILE
+    if kind in ("comfyui", "single_file") and width != FLUX_WIDTH:
+        return [
+            f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's is "
+            f"{width}, so this reads it:",
+            "",
+            "```sh",
+            f'g2rpo sample "THIS FOLDER/{file}" --base {model} --prompt "…"',
+            "```",
+        ]
+    base = "tiny_folder()[0]" if embedded else f'"{model}"'
+    imports = ["from diffusers import FluxPipeline"]
+    if embedded and kind == "lora":
+        imports.append("from g2rpo.models.tiny import tiny_folder")
+    if kind == "diffusers":
+        load = ['pipeline = FluxPipeline.from_pretrained("THIS FOLDER")']
+    elif kind == "single_file":
+        imports = ["from diffusers import FluxPipeline, FluxTransformer2DModel"]
+        load = [
+            "transformer = FluxTransformer2DModel.from_single_file(",
+            f'    "THIS FOLDER/{file}", config={base}, subfolder="transformer"',
+            ")",
+            f"pipeline = FluxPipeline.from_pretrained({base}, transformer=transformer)",
+        ]
+    else:
+        name = f', weight_name="{file}"' if kind == "comfyui" else ""
+        load = [
+            f"pipeline = FluxPipeline.from_pretrained({base})",
+            f'pipeline.load_lora_weights("THIS FOLDER"{name})',
+        ]
+    lines = ["```python", *imports, "", *load, f'image = pipeline("…", {_call(export.policy)}).images[0]']
+    lines.append("```")
+    if kind == "single_file":
+        lines += [
+            "",
+            f"ComfyUI: {file} goes into models/diffusion_models, for the node Load Diffusion Model.",
+        ]
+    if kind == "comfyui":
+        lines += ["", f"ComfyUI: {file} goes into models/loras, for the node Load LoRA (Model Only)."]
+    return lines
+
+
+def _call(policy: Policy) -> str:
+    """Returns the arguments with which the stock pipeline generates this policy's images."""
+    own = policy.conditions
+    height, width = as_resolution(own["resolution"]) or (0, 0)
+    call = f"guidance_scale={own['guidance']:g}, height={height}, width={width}"
+    call += f", max_sequence_length={own['max_sequence_length']}"
+    if own["true_cfg"] != 1:
+        negative = json.dumps(own["negative_prompt"], ensure_ascii=False)
+        call += f", true_cfg_scale={own['true_cfg']:g}, negative_prompt={negative}"
+    return call

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from g2rpo.models.family import Configs
 
-FLUX_1_DEV: dict[str, dict[str, Any]] = {
+FLUX_1_DEV: Configs = {
     "transformer": {"guidance_embeds": True},  # diffusers' defaults are FLUX.1's
     "vae": {
         "block_out_channels": [128, 256, 512, 512],
@@ -30,7 +30,7 @@ FLUX_1_DEV: dict[str, dict[str, Any]] = {
 }
 """Configuration of FLUX.1-dev, so that runs can be planned without access to the gated model."""
 
-RANDOM_TINY: dict[str, dict[str, Any]] = {  # the classes of FLUX.1, with a few thousand weights
+RANDOM_TINY: Configs = {  # the classes of FLUX.1, with a few thousand weights
     "transformer": {
         "in_channels": 16,
         "num_layers": 2,
@@ -66,8 +66,11 @@ RANDOM_TINY: dict[str, dict[str, Any]] = {  # the classes of FLUX.1, with a few 
     },
 }
 
-KNOWN = {"black-forest-labs/FLUX.1-dev": FLUX_1_DEV, "black-forest-labs/FLUX.1-Krea-dev": FLUX_1_DEV}
+KNOWN: dict[str, Configs] = {
+    "black-forest-labs/FLUX.1-dev": FLUX_1_DEV,
+    "black-forest-labs/FLUX.1-Krea-dev": FLUX_1_DEV,
+}
 """Hub models with the sizes of FLUX.1-dev."""
 
-RANDOM = {"random:flux-dev": FLUX_1_DEV, "random:tiny": RANDOM_TINY}
+RANDOM: dict[str, Configs] = {"random:flux-dev": FLUX_1_DEV, "random:tiny": RANDOM_TINY}
 """Architectures that can be created with random weights (models/flux/random.py)."""

@@ -15,40 +15,13 @@ width), but ignores those on the input and output layers, so use diffusers' own 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.models.flux.layout import layer_sources
-
-T = TypeVar("T")
-
-_ENDS = {
-    ".lora_A.weight": "A",
-    ".lora_down.weight": "A",
-    ".lora_B.weight": "B",
-    ".lora_up.weight": "B",
-    ".alpha": "alpha",
-}
-
-
-def split(state: Mapping[str, T]) -> tuple[dict[str, dict[str, T]], list[str]]:
-    """Groups the entries of a LoRA file by layer.
-
-    Returns:
-        Name of the layer in the file -> its entries "A", "B" and optionally "alpha"; and all keys that are
-        not recognised or repeat an entry.
-    """
-    layers: dict[str, dict[str, T]] = {}
-    unrecognised = []
-    for key, value in state.items():
-        end = next((end for end in _ENDS if key.endswith(end)), None)
-        if end is None or _ENDS[end] in layers.get(key.removesuffix(end), {}):
-            unrecognised.append(key)
-        else:
-            layers.setdefault(key.removesuffix(end), {})[_ENDS[end]] = value
-    return layers, unrecognised
+from g2rpo.models.transformer.lora_keys import split
 
 
 def comfyui_names(config: Mapping[str, Any]) -> dict[str, str]:
@@ -63,7 +36,7 @@ def lora_to_comfyui(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> d
 
     Args:
         state: LAYER.lora_A.weight [r, in] and LAYER.lora_B.weight [out, r], with `transformer.` or without;
-            alpha / r must be multiplied into B already (models/flux/lora_strength.py).
+            alpha / r must be multiplied into B already (models/transformer/lora_strength.py).
         config: configuration of the transformer.
 
     Raises:

@@ -9,51 +9,21 @@ real model; the images are meaningless.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import nn
 
-from g2rpo.models.flux.known import RANDOM
-from g2rpo.models.flux.text import DTYPES, checked_length
+from g2rpo.models.family import Configs, TextEncoders
+from g2rpo.models.flux.text import checked_length
+from g2rpo.models.loading.precision import DTYPES
 from g2rpo.models.policy import Conditioning
 from g2rpo.runtime.random import keyed_noise
 
-PREFIX = "random:"
 
-
-def is_random(name: str) -> bool:
-    """Returns whether `name` is the name of a model with random weights."""
-    return name.startswith(PREFIX)
-
-
-def random_configs(name: str) -> dict[str, dict[str, Any]]:
-    """Returns the configuration of each part of a model with random weights.
-
-    Raises:
-        ValueError: there is no such architecture.
-    """
-    if name not in RANDOM:
-        raise ValueError(f"no model {name!r}; with random weights there are: {', '.join(RANDOM)}")
-    return RANDOM[name]
-
-
-def random_vae(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """Creates an AutoencoderKL with torch's initial weights, which are the same on every process."""
-    from diffusers import AutoencoderKL
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Module.to(AutoencoderKL.from_config(dict(config)), device, dtype)
-
-
-class RandomText:
+class RandomText(TextEncoders):
     """Replacement for the text encoders: standard normal embeddings, keyed by the prompt's text."""
 
     def __init__(
         self,
-        configs: Mapping[str, Mapping[str, Any]],
+        configs: Configs,
         *,
         device: torch.device,
         precision: str,
@@ -76,7 +46,5 @@ class RandomText:
             raise ValueError("no prompts to encode; give at least one")
         text = [keyed_noise((self.max_sequence_length, self._text_dim), 0, "text", p) for p in prompts]
         pooled = [keyed_noise((self._pooled_dim,), 0, "pooled", p) for p in prompts]
-        return Conditioning(torch.stack(text), torch.stack(pooled)).to(self.device, self.dtype)
-
-    def unload(self) -> None:
-        """Does nothing, because no encoder is loaded."""
+        cond = Conditioning({"text": torch.stack(text), "pooled": torch.stack(pooled)})
+        return cond.to(self.device, self.dtype)

@@ -1,179 +1,175 @@
-"""Sizes of a FLUX model, computed from its configuration files; no weights are read or downloaded.
+"""Sizes of a FLUX.1 model as closed formulas of its configuration files, see models/shapes.py.
 
-Networks are built on torch's meta device, without storage. Their parameters are counted, and torch's counter
-gives the floating-point operations of a forward (a multiplication and an addition count as two).
+A block of width d has attention of four d x d matrices and an MLP d -> 4 d -> d; double blocks have one of
+each per stream (image and text), single blocks one for both streams together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
-from g2rpo.models.flux.known import FLUX_1_DEV, KNOWN
-from g2rpo.models.flux.latents import checked_resolution
-from g2rpo.models.flux.random import is_random, random_configs
+from g2rpo.models.family import ModelFiles, ModelShape
+from g2rpo.models.flux.check import token_limit
+from g2rpo.models.flux.known import FLUX_1_DEV
+from g2rpo.models.flux.latents import checked_size
+from g2rpo.models.flux.layout import MLP_RATIO
+from g2rpo.models.flux.network import LORA_TARGETS
 from g2rpo.models.flux.text import checked_length
-from g2rpo.models.flux.weights import lora_layers
-from g2rpo.models.loading.files import config_folder, read_json
-from g2rpo.models.tiny import is_tiny, tiny_folder
+from g2rpo.models.options import PolicyOptions
+from g2rpo.models.shapes import (
+    Linear,
+    Size,
+    attention,
+    autoencoder_kl,
+    clip_text_params,
+    lora_params_per_rank,
+    t5_encoder_params,
+    total,
+)
+
+TIME_CHANNELS = 256
+"""Channels of the sinusoidal embedding of sigma and of the guidance scale."""
 
 
-@dataclass(frozen=True)
-class FluxShape:
-    """Sizes of a model at one resolution.
+def linears(config: Mapping[str, Any], image_tokens: int, text_tokens: int) -> dict[str, Linear]:
+    """Returns name -> linear layer of a FluxTransformer2DModel; missing entries are FLUX.1's.
 
-    Attributes:
-        resolution_px: side of the square image, in pixels.
-        latent_shape: (L, C), the numbers of tokens and channels of a packed latent.
-        text_tokens, text_dim, pooled_dim: sizes of a prompt's embeddings: T5 tokens, their channels, and
-            channels of the pooled embedding.
-        width, num_blocks: channels and number of blocks of the transformer, for activation estimates.
-        transformer_params, vae_params, text_params: numbers of parameters.
-        norm_params: parameters of the transformer's norms and modulations, which an 8-bit base stores in the
-            compute dtype.
-        lora_params_per_rank: parameters of the adapters per unit of rank.
-        forward_flops, decode_flops: floating-point operations of a forward and of decoding, per image.
-        decoder_width: channels of the VAE decoder at full resolution.
+    Args:
+        config: configuration of the transformer.
+        image_tokens, text_tokens: lengths of the two streams.
     """
+    width, channels = width_of(config), int(config.get("in_channels", 64))
+    context, pooled = config.get("joint_attention_dim", 4096), config.get("pooled_projection_dim", 768)
+    layers = {
+        "x_embedder": Linear(channels, width, image_tokens),
+        "context_embedder": Linear(context, width, text_tokens),
+        "norm_out.linear": Linear(width, 2 * width, 1),
+        "proj_out": Linear(
+            width,
+            config.get("patch_size", 1) ** 2 * (config.get("out_channels") or channels),
+            image_tokens,
+        ),
+    }
+    inputs = {"timestep_embedder": TIME_CHANNELS, "text_embedder": pooled}
+    if config.get("guidance_embeds", False):
+        inputs["guidance_embedder"] = TIME_CHANNELS
+    for name, count in inputs.items():
+        layers[f"time_text_embed.{name}.linear_1"] = Linear(count, width, 1)
+        layers[f"time_text_embed.{name}.linear_2"] = Linear(width, width, 1)
+    for number in range(config.get("num_layers", 19)):
+        for name, layer in _double_block(width, image_tokens, text_tokens).items():
+            layers[f"transformer_blocks.{number}.{name}"] = layer
+    for number in range(config.get("num_single_layers", 38)):
+        for name, layer in _single_block(width, image_tokens + text_tokens).items():
+            layers[f"single_transformer_blocks.{number}.{name}"] = layer
+    return layers
 
-    resolution_px: int
-    latent_shape: tuple[int, int]
-    text_tokens: int
-    text_dim: int
-    pooled_dim: int
-    width: int
-    num_blocks: int
-    transformer_params: int
-    norm_params: int
-    vae_params: int
-    text_params: int
-    lora_params_per_rank: int
-    forward_flops: int
-    decode_flops: int
-    decoder_width: int
 
-    @property
-    def tokens(self) -> int:
-        """Number of image and text tokens, the sequence length of attention."""
-        return self.latent_shape[0] + self.text_tokens
+def _double_block(width: int, image_tokens: int, text_tokens: int) -> dict[str, Linear]:
+    streams = {
+        ("norm1", "ff", "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"): image_tokens,
+        (
+            "norm1_context",
+            "ff_context",
+            "attn.add_q_proj",
+            "attn.add_k_proj",
+            "attn.add_v_proj",
+            "attn.to_add_out",
+        ): text_tokens,
+    }
+    layers = {}
+    for (norm, mlp, *projections), rows in streams.items():
+        layers[f"{norm}.linear"] = Linear(width, 6 * width, 1)
+        layers |= dict.fromkeys(projections, Linear(width, width, rows))
+        layers[f"{mlp}.net.0.proj"] = Linear(width, MLP_RATIO * width, rows)
+        layers[f"{mlp}.net.2"] = Linear(MLP_RATIO * width, width, rows)
+    return layers
 
 
-def flux_shape(
-    name: str | Path,
+def _single_block(width: int, tokens: int) -> dict[str, Linear]:
+    return {
+        "norm.linear": Linear(width, 3 * width, 1),
+        **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), Linear(width, width, tokens)),
+        "proj_mlp": Linear(width, MLP_RATIO * width, tokens),
+        "proj_out": Linear((1 + MLP_RATIO) * width, width, tokens),
+    }
+
+
+def width_of(config: Mapping[str, Any]) -> int:
+    """Returns the number of channels of the transformer."""
+    return int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
+
+
+def shape_of(
+    configs: Mapping[str, Mapping[str, Any]],
     *,
-    resolution: int | None = None,
-    max_sequence_length: int | None = None,
+    height_px: int,
+    width_px: int,
+    text_tokens: int,
     lora_targets: Sequence[str] | None = None,
-) -> FluxShape:
-    """Returns the sizes of a model; only the configuration files of a hub model are downloaded.
+) -> ModelShape:
+    """Returns the sizes of a model.
 
-    Arguments are those of `load_policy`.
+    Args:
+        configs: configuration of each network: transformer, vae, text_encoder, text_encoder_2.
+        height_px, width_px: size of the image, multiples of a token's side.
+        text_tokens: number of T5 tokens.
+        lora_targets: as in PolicyOptions.
 
     Raises:
-        ValueError: there is no such model, it is not a FLUX, or it does not support the resolution or
-            max_sequence_length.
+        ValueError: lora_targets match nothing, or the VAE is of an unknown kind.
     """
-    configs, token_limit = _configs(str(name))
-    text_tokens = checked_length(max_sequence_length, token_limit, name)
-    side_px, patch_px = checked_resolution(resolution, configs["vae"])
-    targets = None if lora_targets is None else tuple(lora_targets)
-    return _shape_of(_ConfigsKey(configs), side_px, patch_px, text_tokens, targets)
-
-
-def _configs(name: str) -> tuple[dict[str, dict[str, Any]], int]:
-    """Returns the configuration of each network, and the largest number of tokens of the second tokenizer."""
-    if name in KNOWN or is_random(name):
-        return KNOWN.get(name) or random_configs(name), 512
-    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
-    kind = read_json(folder / "model_index.json").get("_class_name")
-    if kind != "FluxPipeline":
-        raise ValueError(f"{folder} is a {kind}; this version plans FluxPipeline models")
-    configs = {part: read_json(folder / part / "config.json") for part in FLUX_1_DEV}
-    tokenizer = read_json(folder / "tokenizer_2" / "tokenizer_config.json")
-    return configs, int(tokenizer.get("model_max_length", 512))
-
-
-class _ConfigsKey:
-    """Hashable configurations, for the cache: counting a 12 B model takes seconds, and searches repeat it."""
-
-    def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
-        self.configs, self.text = configs, repr(configs)
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ConfigsKey) and self.text == other.text
-
-
-@lru_cache(maxsize=32)
-def _shape_of(
-    key: _ConfigsKey, side_px: int, patch_px: int, text_tokens: int, lora_targets: tuple[str, ...] | None
-) -> FluxShape:
-    from diffusers import AutoencoderKL, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
-
-    configs = key.configs
-    with torch.device("meta"):
-        transformer = FluxTransformer2DModel.from_config(configs["transformer"])
-        vae = AutoencoderKL.from_config(configs["vae"])
-        clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
-        t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"]))
-    side = side_px // patch_px
-    config = transformer.config
-    return FluxShape(
-        resolution_px=side_px,
-        latent_shape=(side * side, int(config.in_channels)),
+    config = configs["transformer"]
+    patch_px = patch_side_px(configs["vae"])
+    rows, columns = height_px // patch_px, width_px // patch_px
+    image_tokens, tokens = rows * columns, rows * columns + text_tokens
+    width, head = width_of(config), int(config.get("attention_head_dim", 128))
+    double, single = int(config.get("num_layers", 19)), int(config.get("num_single_layers", 38))
+    layers = linears(config, image_tokens, text_tokens)
+    transformer = total(layer.size for layer in layers.values())
+    transformer += attention(tokens, tokens, width) * (double + single)
+    head_norms = Size((4 * double + 2 * single) * head)
+    modulations = total(layer.size for name, layer in layers.items() if "norm" in name)
+    encoder, decoder = autoencoder_kl(configs["vae"], 2 * rows, 2 * columns)
+    text = clip_text_params(configs["text_encoder"]) + t5_encoder_params(configs["text_encoder_2"])
+    context, pooled = config.get("joint_attention_dim", 4096), config.get("pooled_projection_dim", 768)
+    return ModelShape(
+        height_px=height_px,
+        width_px=width_px,
+        latent_shape=(image_tokens, int(config.get("in_channels", 64))),
         text_tokens=text_tokens,
-        text_dim=int(config.joint_attention_dim),
-        pooled_dim=int(config.pooled_projection_dim),
-        width=int(config.num_attention_heads * config.attention_head_dim),
-        num_blocks=int(config.num_layers + config.num_single_layers),
-        transformer_params=_parameters(transformer),
-        norm_params=sum(p.numel() for name, p in transformer.named_parameters() if "norm" in name),
-        vae_params=_parameters(vae),
-        text_params=_parameters(clip) + _parameters(t5),
-        lora_params_per_rank=sum(
-            layer.in_features + layer.out_features for layer in lora_layers(transformer, lora_targets)
-        ),
-        forward_flops=_forward_flops(transformer, side * side, text_tokens),
-        decode_flops=_decode_flops(vae, 2 * side),
-        decoder_width=int(vae.config.block_out_channels[0]),
+        embedding_numbers=text_tokens * int(context) + int(pooled),
+        width=width,
+        num_blocks=double + single,
+        transformer_params=(transformer + head_norms).params,
+        norm_params=(modulations + head_norms).params,
+        vae_params=(encoder + decoder).params,
+        text_params=text,
+        lora_params_per_rank=lora_params_per_rank(layers, lora_targets, LORA_TARGETS),
+        forward_flops=transformer.flops,
+        decode_flops=decoder.flops,
+        decoder_width=int(configs["vae"].get("block_out_channels", (64,))[0]),
     )
 
 
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def patch_side_px(vae: Mapping[str, Any]) -> int:
+    """Returns the side of the square of pixels that a latent token stands for."""
+    return 2 * 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
 
 
-@torch.no_grad()
-def _forward_flops(transformer: Any, image_tokens: int, text_tokens: int) -> int:
-    from torch.utils.flop_counter import FlopCounterMode
+def shape_of_files(files: ModelFiles, options: PolicyOptions) -> ModelShape:
+    """Returns the sizes of a model that was found.
 
-    config = transformer.config
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        transformer(
-            hidden_states=torch.empty(1, image_tokens, config.in_channels),
-            encoder_hidden_states=torch.empty(1, text_tokens, config.joint_attention_dim),
-            pooled_projections=torch.empty(1, config.pooled_projection_dim),
-            timestep=torch.empty(1),
-            img_ids=torch.empty(image_tokens, 3),
-            txt_ids=torch.empty(text_tokens, 3),
-            guidance=torch.empty(1) if config.guidance_embeds else None,
-        )
-    return counter.get_total_flops()
-
-
-@torch.no_grad()
-def _decode_flops(vae: Any, side: int) -> int:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        vae.decode(torch.empty(1, vae.config.latent_channels, side, side))
-    return counter.get_total_flops()
+    Raises:
+        ValueError: the model does not support an option.
+    """
+    configs = {part: files.config(part) for part in FLUX_1_DEV}
+    (height_px, width_px), _ = checked_size(options.resolution, configs["vae"])
+    return shape_of(
+        configs,
+        height_px=height_px,
+        width_px=width_px,
+        text_tokens=checked_length(options.max_sequence_length, token_limit(files), files.name),
+        lora_targets=options.lora_targets,
+    )

@@ -7,21 +7,20 @@ text too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from g2rpo.models.family import TextEncoders, Truncation
 from g2rpo.models.loading.files import component_class, fingerprint
+from g2rpo.models.loading.precision import DTYPES
 from g2rpo.models.policy import Conditioning
 
-DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
-DTYPES |= dict.fromkeys(("float32", "tf32"), torch.float32)
-"""Setting `precision` -> dtype of the forwards."""
 
-
-class FluxText:
+class FluxText(TextEncoders):
     """Text encoders of a folder in diffusers layout; the first call of `encode` loads their weights.
 
     A run whose prompts are all in the embedding cache never loads them (T5-XXL has 9.5 GB in bfloat16).
@@ -83,7 +82,21 @@ class FluxText:
         for prompt in prompts:
             pooled.append(clip(self._tokens(self.tokenizer, prompt, self._clip_length())).pooler_output)
             text.append(t5(self._tokens(self.tokenizer_2, prompt, self.max_sequence_length))[0])
-        return Conditioning(torch.cat(text).to(self.dtype), torch.cat(pooled).to(self.dtype))
+        return Conditioning(
+            {"text": torch.cat(text).to(self.dtype), "pooled": torch.cat(pooled).to(self.dtype)}
+        )
+
+    def truncated(self, prompts: Sequence[str]) -> list[Truncation]:
+        """Returns the prompts that CLIP and T5 truncate: one entry per encoder that truncates any."""
+        truncations = []
+        for encoder, tokenizer, limit, effect in (
+            ("CLIP", self.tokenizer, self._clip_length(), "only their pooled embedding, not T5's input"),
+            ("T5", self.tokenizer_2, self.max_sequence_length, "what the model reads"),
+        ):
+            ids = tokenizer(list(prompts), truncation=False, padding=False, verbose=False).input_ids
+            long = tuple(prompt for prompt, row in zip(prompts, ids, strict=True) if len(row) > limit)
+            truncations += [Truncation(encoder, limit, long, effect)] if long else []
+        return truncations
 
     def unload(self) -> None:
         """Frees the memory of the encoders; the next `encode` loads them again."""

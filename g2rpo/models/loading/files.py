@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from g2rpo.models.flux.known import KNOWN, RANDOM
-from g2rpo.models.tiny import is_tiny, tiny_folder
-
-PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
-"""Folders of a FluxPipeline; FLUX.1-dev's single-file copies beside them (24 GB) are not downloaded."""
+CONFIG_FILES = ("*/config.json", "*/tokenizer_config.json", "*/scheduler_config.json")
+"""Patterns of the configuration files of a model's parts."""
 
 _FULLY_READ_BYTES = 256 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 2**20
 
 
-def local_folder(name: str | Path) -> Path:
+def local_folder(name: str | Path, parts: Sequence[str]) -> Path:
     """Returns the folder of the model `name`: the path itself if it is a folder, else the hub's snapshot.
+
+    Args:
+        name: a folder or a name on the hub.
+        parts: folders of the model that are downloaded.
 
     Raises:
         ValueError: `name` is neither a folder nor a reachable hub model, or the folder contains no model.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = _hub_snapshot(str(name))
+        folder = _hub_snapshot(str(name), [f"{part}/*" for part in parts])
+    return _checked(folder)
+
+
+def config_folder(name: str | Path) -> Path:
+    """Returns a folder with the configuration of a model; only these files of a hub model are downloaded.
+
+    Raises:
+        ValueError: as `local_folder`.
+    """
+    folder = Path(name).expanduser()
+    return _checked(folder if folder.is_dir() else _hub_snapshot(str(name), CONFIG_FILES))
+
+
+def _checked(folder: Path) -> Path:
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
@@ -42,60 +57,22 @@ def local_folder(name: str | Path) -> Path:
     return folder
 
 
-def flux_folder(name: str | Path) -> Path:
-    """Returns the folder of a FLUX model, as `local_folder`; no weights are read.
-
-    Raises:
-        ValueError: as `local_folder`, or the model is not a FluxPipeline.
-    """
-    folder = local_folder(name)
-    kind = read_json(folder / "model_index.json").get("_class_name")
-    if kind != "FluxPipeline":
-        raise ValueError(f"{folder} is a {kind}; this version trains FluxPipeline models")
-    return folder
-
-
-def config_folder(name: str | Path) -> Path:
-    """Returns a folder with the configuration of a model; only these files of a hub model are downloaded.
-
-    Raises:
-        ValueError: `name` is neither a folder nor a reachable hub model.
-    """
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else _hub_snapshot(str(name), "config.json", "tokenizer_config.json")
-
-
-def transformer_config(name: str) -> Mapping[str, Any]:
-    """Returns the configuration of a model's transformer.
-
-    Args:
-        name: name of the model, as in `load_policy`.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if name in (known := KNOWN | RANDOM):
-        return known[name]["transformer"]
-    folder = tiny_folder(name)[0] if is_tiny(name) else config_folder(name)
-    return read_json(folder / "transformer" / "config.json")
-
-
-def _hub_snapshot(name: str, *files: str) -> Path:
-    """Downloads a hub model and returns its folder, with all files of its parts or only `files` of each."""
+def _hub_snapshot(name: str, patterns: Sequence[str]) -> Path:
+    """Downloads the files of a hub model that match the patterns, with its index, and returns its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"no model folder {name!r}; give a folder, a hub name such as owner/model, or tiny")
-    patterns = ["model_index.json", "README.md", "LICENSE*"]
-    patterns += [f"{part}/{file}" for part in PARTS for file in files or ("*",)]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(
+            snapshot_download(name, allow_patterns=["model_index.json", "README.md", "LICENSE*", *patterns])
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"{name!r} is neither a folder here nor a hub model that can be read ({type(error).__name__}); "
-            "check the name, the network, and for gated models (FLUX.1-dev) accept the licence on its page "
-            "and run `hf auth login`"
+            "check the name, the network, and for gated models accept the licence on its page and run "
+            "`hf auth login`"
         ) from error
 
 

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+KEPT = ("norm", "_mod.", "lora_")
+"""Parts of the names of modulations and adapters, which are not run in 8 bits."""
+
 
 @contextmanager
 def float8_linears(blocks: Iterable[nn.Module]) -> Iterator[None]:
@@ -57,8 +60,7 @@ def eligible_linears(block: nn.Module) -> list[nn.Linear]:
         module
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
-        and "norm" not in name
-        and "lora_" not in name
+        and not any(part in name for part in KEPT)
         and module.in_features % 16 == module.out_features % 16 == 0
     ]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from g2rpo.models.flux.layout import Source
 from g2rpo.models.loading.files import read_json
+from g2rpo.models.loading.rows import Source
 from g2rpo.runtime.sharding import local
 
 Header = dict[str, tuple[str, tuple[int, ...]]]

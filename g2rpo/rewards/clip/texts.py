@@ -9,9 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
+from g2rpo.rewards.base import Source
+
 CLIP_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 BERT_TOKENIZER = "google-bert/bert-base-uncased"
 TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.json")
+
+_OPTIONAL_FILES = ("tokenizer.json", "special_tokens_map.json", "README.md", "LICENSE*")
+CLIP_TOKENIZER_SOURCE = Source(
+    CLIP_TOKENIZER, ("tokenizer_config.json", "vocab.json", "merges.txt"), _OPTIONAL_FILES
+)
+BERT_TOKENIZER_SOURCE = Source(BERT_TOKENIZER, ("vocab.txt", "tokenizer_config.json"), _OPTIONAL_FILES)
 
 _OPENCLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 """The words to which BPE is applied; transformers' pattern also has <|endoftext|> as a word."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.base import Metadata
+from g2rpo.rewards.base import Metadata, RewardSpec
 from g2rpo.rewards.remote.options import integer
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failure, Tally
@@ -128,3 +128,6 @@ def load(
                 "example), or set check = false to contact it only when images are scored"
             )
     return Http(servers, batch)
+
+
+SPEC = RewardSpec(load, origin="computed by a server, which has the weights", num_params=0)

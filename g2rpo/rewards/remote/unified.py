@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.base import Metadata
+from g2rpo.rewards.base import Metadata, RewardSpec
 from g2rpo.rewards.remote.options import integer
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failure, Tally
@@ -194,7 +194,7 @@ def load(
     if not model or not isinstance(model, str):
         raise ValueError(
             f"reward unified: model={model!r} must name the model as the servers do, such as "
-            'model = "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"'
+            'model = "owner/model"'
         )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     if not names or not all(isinstance(axis, str) and axis for axis in names) or len({*names}) < len(names):
@@ -267,3 +267,6 @@ def _answer_errors() -> tuple[type[Exception], ...]:
     import httpx
 
     return (httpx.HTTPStatusError, ValueError, KeyError, TypeError)
+
+
+SPEC = RewardSpec(load, origin="computed by a server, which has the weights", num_params=0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LAYOUTS = (
     "LAYER.lora_A.weight and LAYER.lora_B.weight in diffusers' names (with transformer. or without), and "
@@ -80,6 +83,33 @@ def foreign_keys(keys: Iterable[str]) -> dict[ForeignKind, list[str]]:
         if kind is not None:
             by_kind.setdefault(kind, []).append(key)
     return by_kind
+
+
+_ENDS = {
+    ".lora_A.weight": "A",
+    ".lora_down.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_up.weight": "B",
+    ".alpha": "alpha",
+}
+
+
+def split(state: Mapping[str, T]) -> tuple[dict[str, dict[str, T]], list[str]]:
+    """Groups the entries of a LoRA file by layer.
+
+    Returns:
+        Name of the layer in the file -> its entries "A", "B" and optionally "alpha"; and all keys that are
+        not recognised or repeat an entry.
+    """
+    layers: dict[str, dict[str, T]] = {}
+    unrecognised = []
+    for key, value in state.items():
+        end = next((end for end in _ENDS if key.endswith(end)), None)
+        if end is None or _ENDS[end] in layers.get(key.removesuffix(end), {}):
+            unrecognised.append(key)
+        else:
+            layers.setdefault(key.removesuffix(end), {})[_ENDS[end]] = value
+    return layers, unrecognised
 
 
 def shorten(names: Iterable[str]) -> str:

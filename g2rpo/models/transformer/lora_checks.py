@@ -4,9 +4,9 @@
 error before anything is loaded, and `read_lora` returns the adapters. Headers are checked first; the values
 are read, and checked too, only if the header is correct.
 
-Files in diffusers' names (with or without `transformer.`) and in the original's (`lora_unet_…`,
-`diffusion_model.…`) pass the same checks. Other conventions are rejected by name
-(models/flux/lora_keys.py).
+Files in diffusers' names (with or without `transformer.`) and, where the architecture has another layout, in
+the original's (`lora_unet_…`, `diffusion_model.…`) pass the same checks. Other conventions are rejected by
+name (models/transformer/lora_keys.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.models.flux.layout import Source, layer_sources
-from g2rpo.models.flux.lora_keys import LAYOUTS, foreign_keys, shorten
-from g2rpo.models.flux.lora_layout import comfyui_names, split
-from g2rpo.models.flux.lora_strength import Strength, strengths
 from g2rpo.models.loading.reading import Header, read_header, value_range
+from g2rpo.models.loading.rows import Source
+from g2rpo.models.transformer.architecture import OriginalLayout
+from g2rpo.models.transformer.lora_keys import LAYOUTS, foreign_keys, shorten, split
+from g2rpo.models.transformer.lora_strength import Strength, strengths
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Allowed dtypes of A and B, as safetensors names them."""
@@ -106,7 +106,9 @@ def linear_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {n: tuple(m.weight.shape) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
 
 
-def check_lora(path: Path, shapes: LayerShapes, config: Mapping[str, Any]) -> str:
+def check_lora(
+    path: Path, shapes: LayerShapes, config: Mapping[str, Any], layout: OriginalLayout | None
+) -> str:
     """Checks that the adapters of a file fit a network.
 
     Arguments are those of `inspect_lora`.
@@ -117,24 +119,27 @@ def check_lora(path: Path, shapes: LayerShapes, config: Mapping[str, Any]) -> st
     Raises:
         ValueError: there are problems; the message lists all of them.
     """
-    file = inspect_lora(path, shapes, config)
+    file = inspect_lora(path, shapes, config, layout)
     file.raise_problems()
     return file.note
 
 
-def inspect_lora(path: Path, shapes: LayerShapes, config: Mapping[str, Any]) -> LoraFile:
+def inspect_lora(
+    path: Path, shapes: LayerShapes, config: Mapping[str, Any], layout: OriginalLayout | None
+) -> LoraFile:
     """Collects the problems with the adapters of a file for a network.
 
     Args:
         path: a safetensors file.
         shapes: result of `linear_shapes`.
-        config: configuration of the FluxTransformer2DModel.
+        config: configuration of the network.
+        layout: key layout of the network's original release; None: it has none.
     """
-    return _inspect(path, shapes, config)[0]
+    return _inspect(path, shapes, config, layout)[0]
 
 
 def read_lora(
-    path: Path, shapes: LayerShapes, config: Mapping[str, Any]
+    path: Path, shapes: LayerShapes, config: Mapping[str, Any], layout: OriginalLayout | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], str]:
     """Reads the adapters of a file, which add scale B A to the weights.
 
@@ -147,9 +152,9 @@ def read_lora(
     Raises:
         ValueError: as `check_lora`.
     """
-    file, tensors, scales = _inspect(path, shapes, config, keep=True)
+    file, tensors, scales = _inspect(path, shapes, config, layout, keep=True)
     file.raise_problems()
-    targets = _targets(shapes, config)
+    targets = _targets(shapes, config, layout)
     adapters = {}
     for name, parts in file.layers.items():
         down, up = tensors[parts["A"]], tensors[parts["B"]]
@@ -159,7 +164,12 @@ def read_lora(
 
 
 def _inspect(
-    path: Path, shapes: LayerShapes, config: Mapping[str, Any], *, keep: bool = False
+    path: Path,
+    shapes: LayerShapes,
+    config: Mapping[str, Any],
+    layout: OriginalLayout | None,
+    *,
+    keep: bool = False,
 ) -> tuple[LoraFile, dict[str, Tensor], dict[str, float]]:
     """Returns the file, its tensors if `keep` is set, and the scale of each layer by its name in the file."""
     from safetensors import safe_open
@@ -168,7 +178,7 @@ def _inspect(
         header = read_header(path)
     except ValueError as error:
         return LoraFile(path, (Problem(str(error), FETCH_AGAIN),)), {}, {}
-    targets = _targets(shapes, config)
+    targets = _targets(shapes, config, layout)
     layers, problems = _header_problems(header, targets)
     with safe_open(path, framework="pt") as opened:
         metadata = opened.metadata() or {}
@@ -234,14 +244,18 @@ def _note(layers: Mapping[str, Mapping[str, str]], zeros: set[str], strength: St
 # ---- checks of the header
 
 
-def _targets(shapes: LayerShapes, config: Mapping[str, Any]) -> dict[str, Target]:
+def _targets(
+    shapes: LayerShapes, config: Mapping[str, Any], layout: OriginalLayout | None
+) -> dict[str, Target]:
     """Returns each name that a LoRA file may use for a layer -> the weights that its adapters change."""
     targets = {layer: Target(shape, {layer: None}) for layer, shape in shapes.items()}
     targets |= {f"transformer.{layer}": target for layer, target in targets.items()}
+    if layout is None:
+        return targets
     parts: dict[str, dict[str, Source | None]] = {}
-    for layer, source in layer_sources(config).items():
+    for layer, source in layout.layer_sources(config).items():
         parts.setdefault(source.key, {})[layer] = source
-    for name, layer in comfyui_names(config).items():
+    for name, layer in layout.lora_names(config).items():
         rows = sum(shapes[part][0] for part in parts[layer])
         targets[name] = Target((rows, shapes[next(iter(parts[layer]))][1]), parts[layer])
     return targets

@@ -1,9 +1,8 @@
-"""Loading of weights into a FLUX transformer: full weights, or a LoRA that is added to the present ones."""
+"""Loading of weights into a transformer: full weights, or a LoRA that is added to the present ones."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.models.flux.layout import Source, is_original, original_prefix, sources, to_diffusers
-from g2rpo.models.flux.lora_checks import check_lora, linear_shapes, read_lora
-from g2rpo.models.flux.lora_keys import is_lora
+from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.reading import (
     Locations,
     all_finite,
@@ -25,6 +22,11 @@ from g2rpo.models.loading.reading import (
     mismatches,
     weight_files,
 )
+from g2rpo.models.loading.rows import Source
+from g2rpo.models.shapes import targeted
+from g2rpo.models.transformer.architecture import Architecture
+from g2rpo.models.transformer.lora_checks import check_lora, linear_shapes, read_lora
+from g2rpo.models.transformer.lora_keys import is_lora
 from g2rpo.runtime.processes import rank
 
 LOG = logging.getLogger(__name__)
@@ -33,42 +35,26 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 COMFYUI_LORA_FILE = "comfyui_lora.safetensors"
 SINGLE_FILE = "model.safetensors"
 
-LORA_TARGETS = (
-    r"(transformer_blocks|single_transformer_blocks)\.\d+\."
-    r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
-    r"|ff\.net\.(0\.proj|2)|ff_context\.net\.(0\.proj|2)|proj_mlp|proj_out)"
-)
-"""Pattern of the attention and MLP linears of all blocks, without modulations, input and output layers."""
 
-
-def lora_layers(module: nn.Module, targets: Sequence[str] | None = None) -> list[nn.Linear]:
+def lora_layers(
+    architecture: Architecture, module: nn.Module, targets: Sequence[str] | None = None
+) -> list[nn.Linear]:
     """Returns the linears that get adapters in `add_lora`.
 
     Args:
-        module: a FluxTransformer2DModel.
-        targets: ends of layer names; None: LORA_TARGETS.
+        architecture: class of the network.
+        module: the network.
+        targets: ends of layer names; None: the architecture's pattern.
 
     Raises:
         ValueError: no linear's name ends in one of the targets.
     """
     linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    if targets is None:
-        return [layer for name, layer in linears.items() if re.fullmatch(LORA_TARGETS, name)]
-    for target in targets:
-        if not any(_ends(name, target) for name in linears):
-            ends = sorted({".".join(name.split(".")[2:]) for name in linears if "blocks." in name})
-            raise ValueError(
-                f"lora_targets: no linear layer's name ends in {target!r}; of the blocks' layers there are "
-                + ", ".join(ends)
-            )
-    return [layer for name, layer in linears.items() if any(_ends(name, target) for target in targets)]
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    return [linears[name] for name in targeted(linears, targets, architecture.lora_targets)]
 
 
 def add_lora(
+    architecture: Architecture,
     module: Any,
     rank: int,
     alpha: float | None,
@@ -81,10 +67,11 @@ def add_lora(
     most of a small update.
 
     Args:
-        module: a FluxTransformer2DModel.
+        architecture: class of the network.
+        module: the network.
         rank: >= 1.
         alpha: None: twice the rank, a factor of 2.
-        targets: ends of layer names, such as "attn.to_q"; None: LORA_TARGETS.
+        targets: ends of layer names, such as "attn.to_q"; None: the architecture's pattern.
         dtype: dtype of the adapters.
 
     Raises:
@@ -95,11 +82,11 @@ def add_lora(
     if rank < 1:
         raise ValueError(f"lora_rank={rank}: a LoRA needs rank >= 1 (0 trains all weights)")
     module.requires_grad_(False)
-    lora_layers(module, targets)  # its error names the target that matches nothing
+    lora_layers(architecture, module, targets)  # its error names the target that matches nothing
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
-        target_modules=LORA_TARGETS if targets is None else list(targets),
+        target_modules=architecture.lora_targets if targets is None else list(targets),
     )
     # A is random; a fixed seed makes it the same on every process and at every start.
     with torch.random.fork_rng(devices=[]):
@@ -110,15 +97,16 @@ def add_lora(
             parameter.data = parameter.data.to(dtype)
 
 
-def load_weights(module: Any, path: Path) -> bool:
+def load_weights(architecture: Architecture, module: Any, path: Path) -> bool:
     """Loads the weights at `path` into `module`: full weights replace its weights, a LoRA is added to them.
 
     Args:
-        module: a FluxTransformer2DModel. For a LoRA it must be float32 and not sharded; of full weights, a
+        architecture: class of the network.
+        module: the network. For a LoRA it must be float32 and not sharded; of full weights, a
             sharded module reads only its rows.
         path: a folder with one of the files that `weight_file` knows, a transformer folder, a model folder
             (its transformer is used), or a `.safetensors` file with a transformer or a LoRA. Keys are in
-            diffusers' layout or in the original's (models/flux/layout.py).
+            diffusers' layout or in the original's, if the architecture has one.
 
     Returns:
         Whether the weights are a LoRA.
@@ -127,15 +115,15 @@ def load_weights(module: Any, path: Path) -> bool:
         ValueError: `path` contains no such weights, or weights of another architecture, or values that are
             not finite.
     """
-    locations = _locations(module, path)
+    locations = _locations(architecture, module, path)
     if locations is not None:
         copy_rows(module, locations)
         return False
-    _add_lora_file(module, weight_file(path) or path)
+    _add_lora_file(architecture, module, weight_file(path) or path)
     return True
 
 
-def check_weights(module: Any, path: Path) -> bool:
+def check_weights(architecture: Architecture, module: Any, path: Path) -> bool:
     """Checks that the weights at `path` fit `module`, which may be on the meta device.
 
     Only the headers of full weights are read; `load_weights` checks their values while copying. The values of
@@ -147,35 +135,36 @@ def check_weights(module: Any, path: Path) -> bool:
     Raises:
         ValueError: as `load_weights`.
     """
-    locations = _locations(module, path)
+    locations = _locations(architecture, module, path)
     if locations is not None:
         try:
             check_dtypes(locations)
         except ValueError as error:
             raise ValueError(f"{path} does not fit this model: {error}") from error
         return False
-    check_lora(weight_file(path) or path, linear_shapes(module), module.config)
+    check_lora(weight_file(path) or path, linear_shapes(module), module.config, architecture.layout)
     return True
 
 
-def _locations(module: Any, path: Path) -> Locations | None:
+def _locations(architecture: Architecture, module: Any, path: Path) -> Locations | None:
     """Returns where the weights at `path` contain the rows of each parameter; None: they are a LoRA."""
-    files = _files(path)
+    files = _files(architecture, path)
     given = meta_tensors_of(files)
     if not given:
         raise ValueError(f"{path} is empty: it has no tensors; fetch or export it again")
     if is_lora(given):
         return None
     locations = {name: (file, Source(name)) for name, file in files.items()}
-    if is_original(given):
-        prefix = original_prefix(given)
+    layout = architecture.layout
+    if layout is not None and layout.recognises(given):
+        prefix = layout.prefix(given)
         try:
-            given = to_diffusers(given, module.config)
+            given = layout.to_diffusers(given, module.config)
         except ValueError as error:
             raise ValueError(f"{path} does not fit this model: {error}") from error
         locations = {
             name: (files[prefix + source.key], replace(source, key=prefix + source.key))
-            for name, source in sources(module.config).items()
+            for name, source in layout.sources(module.config).items()
         }
     if problems := mismatches(module, given):
         shown = "; ".join(problems[:3])
@@ -183,7 +172,7 @@ def _locations(module: Any, path: Path) -> Locations | None:
     return locations
 
 
-def _files(path: Path) -> dict[str, Path]:
+def _files(architecture: Architecture, path: Path) -> dict[str, Path]:
     """Returns key -> file for the weights at `path`."""
     path = weight_file(path) or path
     if path.is_dir():
@@ -195,6 +184,12 @@ def _files(path: Path) -> dict[str, Path]:
             )
         if not (folder / "config.json").is_file():
             raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
+        kind = read_json(folder / "config.json").get("_class_name", architecture.network)
+        if kind != architecture.network:
+            raise ValueError(
+                f"{path} does not fit this model: it holds a {kind}, and this model's transformer is a "
+                f"{architecture.network}; give weights of that class, or name the model they belong to"
+            )
         return weight_files(folder)
     if path.suffix == ".safetensors" and path.is_file():
         return dict.fromkeys(meta_tensors(path), path)
@@ -212,9 +207,9 @@ def weight_file(folder: Path) -> Path | None:
 
 
 @torch.no_grad()
-def _add_lora_file(module: Any, path: Path) -> None:
+def _add_lora_file(architecture: Architecture, module: Any, path: Path) -> None:
     """Adds scale B A to the weight of each layer, computed in float32 or better."""
-    adapters, note = read_lora(path, linear_shapes(module), module.config)
+    adapters, note = read_lora(path, linear_shapes(module), module.config, architecture.layout)
     for name, (down, up, scale) in adapters.items():
         weight = module.get_submodule(name).weight
         options = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.models.flux.lora_keys import shorten
+from g2rpo.models.transformer.lora_keys import shorten
 
 METADATA_KEY = "lora_adapter_metadata"
 """Key under which diffusers writes PEFT's configuration into a file's metadata."""

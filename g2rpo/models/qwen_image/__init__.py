@@ -1,0 +1,1 @@
+"""Qwen-Image: the policy, its network, text encoder and VAE, file layouts and exports."""

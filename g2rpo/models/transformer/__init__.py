@@ -1,0 +1,1 @@
+"""What the families of diffusers' transformers share: network, weights, adapters, policy, exports."""

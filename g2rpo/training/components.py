@@ -1,0 +1,95 @@
+"""The components of a run: those that its settings name, or objects that were given in Python.
+
+An object is recorded in RUN/config.toml as `injected:NAME`, so that the run says what it was trained with; a
+command that needs the object later says which argument of `Trainer` to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from g2rpo.algorithms.base import Algorithm
+from g2rpo.config.checks import check_groupwise
+from g2rpo.config.settings import Settings
+from g2rpo.models.policy import Policy
+from g2rpo.rewards.base import GroupReward, Reward, is_groupwise
+from g2rpo.rewards.checked import CheckedReward
+from g2rpo.rewards.registry import groupwise_names, load_rewards
+from g2rpo.runtime.imports import INJECTED
+
+
+@dataclass(frozen=True)
+class Components:
+    """Objects that were given in place of what the settings name; None: as the settings say.
+
+    Attributes:
+        policy: the policy to train.
+        rewards: name -> reward that is trained; they replace all of the setting `rewards`.
+        algorithm: the method.
+    """
+
+    policy: Policy | None = None
+    rewards: Mapping[str, Reward | GroupReward] | None = None
+    algorithm: Algorithm | None = None
+
+    def recorded(self, settings: Settings) -> Settings:
+        """Returns the settings that are recorded with the run.
+
+        The weight of a given reward is that of `rewards` under its name as recorded, otherwise 1.
+
+        Raises:
+            ValueError: no rewards were given, or the settings need what a given object does not have.
+        """
+        if self.algorithm is None:
+            settings = settings.resolved(custom=True)
+        else:
+            name = f"{INJECTED}{type(self.algorithm).__name__}"
+            options = _options_of(self.algorithm)
+            settings = settings.model_copy(update={"algorithm": name, "algorithm_options": options})
+        if self.rewards is not None:
+            if not self.rewards:
+                raise ValueError("rewards={}: give at least one reward, as name -> reward")
+            weights = {INJECTED + name: settings.rewards.get(INJECTED + name, 1.0) for name in self.rewards}
+            settings = settings.model_copy(update={"rewards": weights})
+        if settings.rollout_batch == "auto" and (self.policy is not None or self.algorithm is not None):
+            raise ValueError(
+                "rollout_batch='auto' follows from a named model and algorithm; with an object in place of "
+                "one of them give a number"
+            )
+        if self.policy is not None:
+            name = f"{INJECTED}{type(self.policy).__name__}"
+            settings = settings.model_copy(update={"model": name, "family": None})
+        return settings
+
+    def make_algorithm(self, settings: Settings) -> Algorithm:
+        """Returns the given algorithm, or that of the settings."""
+        return settings.make_algorithm() if self.algorithm is None else self.algorithm
+
+    def load_rewards(self, settings: Settings, device: torch.device) -> dict[str, CheckedReward]:
+        """Returns the rewards of a run, the trained ones and then the evaluated ones.
+
+        Raises:
+            ValueError: as `load_rewards`, or an evaluation by a groupwise reward.
+        """
+        given = {INJECTED + name: reward for name, reward in (self.rewards or {}).items()}
+        named = [n for n in dict.fromkeys([*settings.rewards, *settings.eval_rewards]) if n not in given]
+        groupwise = [name for name, reward in given.items() if is_groupwise(reward)]
+        check_groupwise(settings, [*groupwise, *groupwise_names(named)])
+        loaded = load_rewards(named, device, settings.reward_options) if named else {}
+        return {name: CheckedReward(name, reward) for name, reward in given.items()} | loaded
+
+
+def _options_of(algorithm: Algorithm) -> dict[str, Any]:
+    """Returns the options of an algorithm as values that TOML has; those that are None are left out."""
+    if not is_dataclass(algorithm):
+        return {}
+    values = {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if isinstance(value, bool | int | float | str | tuple)
+    }
