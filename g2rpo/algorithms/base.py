@@ -5,6 +5,7 @@ class whose fields are its options (options.py), with the defaults of its paper.
 
     g2rpo, g2rpo_single   arXiv:2510.01982      flow_grpo   arXiv:2505.05470
     dance_grpo            arXiv:2505.07818      mix_grpo    arXiv:2507.21802
+    nft                   arXiv:2509.16117
 
 These files import torch in their methods only, because reading settings must not need it.
 """
@@ -19,7 +20,7 @@ from g2rpo.algorithms.options import Count, Positive, options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from g2rpo.objectives.base import Objective
+    from g2rpo.objectives.base import Objective, RowForwards
     from g2rpo.rollouts.plan import Plan
     from g2rpo.rollouts.score import Rollout
 
@@ -94,18 +95,26 @@ class Algorithm:
         """Returns the number of optimizer steps of an iteration."""
         return len(plan.noise_steps) if self.update == "per_step" else self.chunks(group_size)
 
-    def forwards_per_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
-        """Returns the cost of one training row, in forwards; a backward counts as two forwards.
+    def evaluations_per_row(self, plan: Plan, group_size: int) -> RowForwards:
+        """Returns how often a training row is evaluated, by each of the policies.
 
-        A row that serves a whole group is evaluated once per chunk.
+        A row that serves a whole group is evaluated once per chunk of its members.
 
         Args:
             plan: the plan of the iteration.
             group_size: G.
-            recomputed: whether activations are recomputed (gradient checkpointing), which is a forward.
         """
         forwards = self.objective().forwards_per_row(self.optimizer_steps(plan, group_size))
-        return forwards.total(recomputed) * (self.chunks(group_size) if plan.shares_rows else 1)
+        return forwards.times(self.chunks(group_size) if plan.shares_rows else 1)
+
+    def forwards_per_row(self, plan: Plan, group_size: int, recomputed: bool = False) -> int:
+        """Returns the cost of one training row, in forwards; a backward counts as two forwards.
+
+        Args:
+            plan, group_size: as for `evaluations_per_row`.
+            recomputed: whether activations are recomputed (gradient checkpointing), which is a forward.
+        """
+        return self.evaluations_per_row(plan, group_size).total(recomputed)
 
 
 def coarse_tails_warning(plan: Plan) -> str:

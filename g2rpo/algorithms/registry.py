@@ -16,6 +16,7 @@ from g2rpo.algorithms.dance_grpo import DanceGRPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import G2RPO, G2RPOSingle
 from g2rpo.algorithms.mix_grpo import MixGRPO
+from g2rpo.algorithms.nft import DiffusionNFT
 from g2rpo.algorithms.options import defaults_of
 from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.text import did_you_mean
@@ -26,6 +27,7 @@ PRESETS: dict[str, type[Algorithm]] = {
     "flow_grpo": FlowGRPO,
     "dance_grpo": DanceGRPO,
     "mix_grpo": MixGRPO,
+    "nft": DiffusionNFT,
 }
 """Name -> class of a method; its fields are the method's options."""
 

@@ -12,6 +12,7 @@ from g2rpo.data.prompts import check_source
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
+    from g2rpo.objectives.base import Objective
 
 
 def check_rewards(settings: Settings) -> None:
@@ -77,6 +78,15 @@ def check_precision(settings: Settings) -> None:
     """Moments in eight bits need what computes in them."""
     if settings.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
         raise ValueError("optimizer=adamw8bit needs torchao, which is not installed: pip install torchao")
+
+
+def check_tails(settings: Settings, objective: Objective) -> None:
+    """Eight bits are for forwards whose result only a reward sees; some objectives train on the images."""
+    if settings.tails_precision == "float8" and objective.needs_latents:
+        raise ValueError(
+            f"tails_precision=float8 has no effect with algorithm={settings.algorithm}, which trains on the "
+            "latents of its rollouts; set tails_precision=compute"
+        )
 
 
 def check_length(settings: Settings) -> None:

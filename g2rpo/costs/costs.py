@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from g2rpo.algorithms.base import coarse_tails_warning
+from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
+from g2rpo.config.checks import check_tails
 from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import (
@@ -46,7 +47,10 @@ class Costs:
 
     Attributes:
         shape: sizes and FLOPs of the model.
-        forwards: part -> mean number per iteration, over all processes: anchor, sde, tails, total, update.
+        forwards: part -> mean number per iteration, over all processes: anchor, sde, tails, total, and
+            update, its rows.
+        update_forwards: of the update, part -> mean number per iteration, over all processes: policy
+            (with backward), snapshot, reference, behaviour; those that the objective does not need are 0.
         images: images decoded and scored per iteration, over all processes; identical ones count once.
         cells: cells that a groupwise reward judges per iteration, over all processes; identical ones count
             once.
@@ -68,6 +72,7 @@ class Costs:
 
     shape: ModelShape
     forwards: dict[str, float]
+    update_forwards: dict[str, float]
     images: float
     eval_forwards: int
     trained_params: int
@@ -126,6 +131,7 @@ def plan_costs(
         raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
     shape = shape_of_run(settings)
     algorithm = settings.make_algorithm()
+    check_tails(settings, algorithm.objective())
     plans = run_plans(settings, algorithm)
     trained = trained_params(settings, shape)
     notes: tuple[str, ...] = ()
@@ -177,6 +183,7 @@ def plan_costs(
     return Costs(
         shape=shape,
         forwards=forwards,
+        update_forwards=_update_forwards(settings, algorithm, plans),
         images=images,
         eval_forwards=eval_forwards,
         trained_params=trained,
@@ -193,6 +200,18 @@ def plan_costs(
         comparisons=group_comparisons(settings, cells),
         notes=notes,
     )
+
+
+def _update_forwards(settings: Settings, algorithm: Algorithm, plans: Sequence[Plan]) -> dict[str, float]:
+    """Forwards of the update by policy: part -> mean number per iteration, over all processes."""
+    size, networks = settings.group_size, forwards_per_sample(settings)
+    rows = [(algorithm.evaluations_per_row(p, size), p.nfe(size, networks)["update"]) for p in plans]
+    return {
+        part: settings.prompts_per_iteration
+        * sum(getattr(row, part) * count for row, count in rows)
+        / len(plans)
+        for part in ("policy", "snapshot", "reference", "behaviour")
+    }
 
 
 def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ...]:
@@ -223,9 +242,12 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
         ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
         ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP per image"),
     ]
-    for part, count in costs.forwards.items():
-        item = {"total": "rollout, all", "update": "update (with backward)"}.get(part, f"rollout, {part}")
-        table.append(("forwards per iteration", item, f"{count:,.0f}"))
+    for part in ("anchor", "sde", "tails", "total"):
+        item = f"rollout, {'all' if part == 'total' else part}"
+        table.append(("forwards per iteration", item, f"{costs.forwards[part]:,.0f}"))
+    for part, count in costs.update_forwards.items():
+        item = "update (with backward)" if part == "policy" else f"update, {part}"
+        table += [("forwards per iteration", item, f"{count:,.0f}")] if count else []
     table += [
         ("images per iteration", "decoded and scored", f"{costs.images:,.0f}"),
         *(
@@ -305,7 +327,8 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
 def _disk(settings: Settings, shape: ModelShape, trained: int, num_texts: int) -> dict[str, int]:
     master = 8 if settings.precision == "float64" else 4
     moments = 2 * master  # moments in 8 bits are counted in full, too
-    checkpoint = trained * (master + moments + (master if settings.ema_decay else 0))
+    copies = bool(settings.ema_decay) + (settings.make_algorithm().objective().lag is not None)
+    checkpoint = trained * (master + moments + master * copies)
     evaluated = settings.eval_every if settings.keep_best is not None else 0  # each may be the best so far
     written = settings.iterations // math.gcd(settings.checkpoint_every, evaluated)
     kept = min(settings.keep_last, max(written, 1))

@@ -94,7 +94,11 @@ def memory_of(
     transient = _batch(settings) * row_bytes(settings, shape)
     latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
     member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
-    shared_states = 2 * max(p.anchor_evaluations for p in plans)  # states and velocities
+    size = settings.group_size
+    anchor_states = 2 * max(p.num_anchors(size) * p.anchor_evaluations for p in plans)  # and velocities
+    objective = settings.make_algorithm().objective()
+    lagged = objective.lag is not None
+    rows = 2 * max(p.nfe(size)["update"] for p in plans)  # a noised and a clean latent each
     vae_bytes = compute if settings.device != "cpu" else 4
     decoding = (
         settings.decode_batch
@@ -108,7 +112,8 @@ def memory_of(
         "trained weights": copies,
         "AdamW moments": moments * trained // shards,
         **({"EMA": copies} if settings.ema_decay else {}),
-        **({"reference weights": copies} if settings.option("kl_beta") and not lora else {}),
+        **({"reference weights": copies} if objective.needs_reference and not lora else {}),
+        **({"behaviour weights": copies} if lagged else {}),
         "VAE": shape.vae_params * vae_bytes,
         **({"rewards": rewards} if (rewards := reward_bytes(settings)) else {}),
     }
@@ -119,7 +124,8 @@ def memory_of(
         "rollout": {
             **({f"weights in {settings.precision}": resident} if resident else {}),
             **({"weights in float8": low} if low else {}),
-            "latents": groups * latent * (settings.group_size * member_states + shared_states),
+            **({"current weights, set aside": copies} if lagged else {}),
+            "latents": groups * latent * (size * member_states + anchor_states),
             "activations, decoding": max(transient, decoding),
             **({"offloaded rewards": rewards} if (rewards := reward_bytes(settings, "cpu")) else {}),
         },
@@ -127,6 +133,7 @@ def memory_of(
             "gradients": copies,
             **({f"weights in {settings.precision}": one_block} if one_block else {}),
             "activations": stored,
+            **({"rows": groups * latent * rows} if objective.needs_latents else {}),
         },
     }
     return Memory(always, phases, shape.text_params * compute)

@@ -135,6 +135,10 @@ class RowForwards:
     reference: int = 0
     behaviour: int = 0
 
+    def times(self, count: int) -> RowForwards:
+        """Returns the forwards of a row that is evaluated so many times."""
+        return RowForwards(*(count * getattr(self, field.name) for field in fields(self)))
+
     def total(self, recomputed: bool = False) -> int:
         """Returns the sum, in forwards.
 
@@ -191,8 +195,7 @@ class Objective(Protocol):
         """Returns the rows of an optimizer step, for example with weights of the members of a group.
 
         Args:
-            rows: all rows of the step on this process; also a single row that makes up for missing ones, with
-                snapshot None, whose loss does not count.
+            rows: all rows of the step on this process; there may be none.
             snapshot: their snapshot; None if none is taken.
         """
         return rows

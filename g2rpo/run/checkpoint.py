@@ -287,14 +287,14 @@ def _bytes(tensors: Mapping[str, Any]) -> int:
 
 
 def check_checkpoint_space(
-    out: Path, trained: Mapping[str, Tensor], ema: Mapping[str, Tensor], iterations_left: int
+    out: Path, trained: Mapping[str, Tensor], copies: Mapping[str, Any], iterations_left: int
 ) -> None:
     """Checks before the training loop that its next checkpoint will fit on the disk.
 
     Args:
         out: run folder, which need not exist yet.
         trained: name -> trained parameter; AdamW adds two moments of the same size.
-        ema: name -> average, or empty.
+        copies: other tensors in a checkpoint, such as averages of the weights, by name; may be nested.
         iterations_left: iterations still to run; with 0 no checkpoint will be written and nothing is checked.
 
     Raises:
@@ -302,7 +302,7 @@ def check_checkpoint_space(
     """
     if iterations_left > 0:
         existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        _check_space(existing, 3 * _bytes(trained) + _bytes(ema))
+        _check_space(existing, 3 * _bytes(trained) + _bytes(copies))
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:

@@ -1,4 +1,4 @@
-"""The exponential moving average (EMA) of the weights, and temporary replacement of weights."""
+"""Copies of the weights that follow them (the EMA, a lagged policy), and temporary replacement of weights."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ def update_ema(
         decay: in [0, 1).
         iteration: n, the iterations completed before this one.
     """
-    if ema:
-        averages, current = ([local(t) for t in tensors.values()] for tensors in (ema, parameters))
-        torch._foreach_lerp_(averages, current, 1 - min(decay, (iteration + 1) / (iteration + 10)))
+    follow(ema, parameters, min(decay, (iteration + 1) / (iteration + 10)))
+
+
+@torch.no_grad()
+def follow(copies: Mapping[str, Tensor], parameters: Mapping[str, Tensor], kept: float) -> None:
+    """Moves copies of weights in place: copy <- kept copy + (1 - kept) parameter; kept 0 copies exactly.
+
+    Args:
+        copies: name -> copy; if empty, nothing happens.
+        parameters: name -> current parameter, with the same names in the same order.
+        kept: in [0, 1].
+    """
+    if copies:
+        own, current = ([local(t) for t in tensors.values()] for tensors in (copies, parameters))
+        torch._foreach_lerp_(own, current, 1 - kept)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.base import Algorithm
-from g2rpo.config.checks import check_files
+from g2rpo.config.checks import check_files, check_tails
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
@@ -64,13 +64,13 @@ from g2rpo.runtime.sharding import sharding_mesh
 from g2rpo.runtime.timing import Timer, peak_memory
 from g2rpo.training.components import Components
 from g2rpo.training.curriculum import Curriculum
-from g2rpo.training.ema import swapped_weights, update_ema
+from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
 from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
-from g2rpo.training.update import NotFinite, reference_of, update
+from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
 
 
 def train(settings: Settings) -> Run:
@@ -141,6 +141,7 @@ class Trainer:
         prompts = RunPrompts.of(settings, policy)
         self.algorithm = components.make_algorithm(settings)
         self.objective = self.algorithm.objective()
+        check_tails(settings, self.objective)
         self.stream, self.comparison = prompts.stream, prompts.comparison
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
@@ -171,10 +172,7 @@ class Trainer:
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
         self.parameters = trained_parameters(self.policy)
         self.optimizer = make_optimizer(self.parameters.values(), settings)
-        self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if settings.ema_decay else {}
-        # The reference is the policy before training: it is copied before `_restore` loads a checkpoint.
-        needed = self.objective.needs_reference
-        self.reference = reference_of(self.policy, has_adapters(self.policy)) if needed else None
+        self._copy_initial_weights()
         self.step = 0
         self.mid_update = False  # then the weights are not those of `step` iterations
         self.checkpoint_seconds: dict[
@@ -190,6 +188,23 @@ class Trainer:
         )
         self.evaluation_plan = prompts.evaluation
 
+    def _copy_initial_weights(self) -> None:
+        """Copies the weights before training; must precede `_restore`, which loads those of a checkpoint.
+
+        The reference of the KL stays as it is here. The average and the behaviour weights begin here, and a
+        checkpoint replaces them.
+        """
+        objective = self.objective
+
+        def copied(needed: bool) -> dict[str, torch.Tensor]:
+            return {name: p.detach().clone() for name, p in self.parameters.items()} if needed else {}
+
+        self.reference = (
+            reference_of(self.policy, has_adapters(self.policy)) if objective.needs_reference else None
+        )
+        self.ema = copied(self.settings.ema_decay > 0)
+        self.behaviour = copied(objective.lag is not None)
+
     def run(self) -> Run:
         """Trains until the last iteration, `stop_after`, or a signal.
 
@@ -204,7 +219,7 @@ class Trainer:
         settings = self.settings
         self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
-        check_checkpoint_space(self.out, self.parameters, self.ema, last - self.step)
+        check_checkpoint_space(self.out, self.parameters, self._copies(), last - self.step)
         notes = ["" if self.checkpoint else restart_note(self.out)]
         begin_run(self.out, self.recorded_settings)
         if self.checkpoint is not None:
@@ -238,8 +253,13 @@ class Trainer:
             seed_everything(self.settings.seed)
             return
         state = {"module": root_module(self.policy), "optimizer": self.optimizer, "focus": self.curriculum}
-        state |= {"ema": self.ema} if self.ema else {}
+        state |= self._copies()
         self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
+
+    def _copies(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of the trained weights that a checkpoint stores, by their name in it."""
+        copies = {"ema": self.ema, "behaviour": self.behaviour}
+        return {name: tensors for name, tensors in copies.items() if tensors}
 
     def _train(
         self, writer: MetricsWriter, progress: RunProgress, last: int, notes: Sequence[str]
@@ -284,7 +304,11 @@ class Trainer:
 
     def _iterate(self, writer: MetricsWriter, progress: RunProgress) -> None:
         began, interrupt = time.perf_counter(), self.interrupt
-        with interrupt.deferred(), self.policy.resident():  # all gather the weights together
+        with (
+            interrupt.deferred(),
+            swapped_weights(self.parameters, self.behaviour),
+            self.policy.resident(),  # all gather the weights together
+        ):
             rollouts, cond, rollout_metrics = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
             update_metrics = self.learn(rollouts, cond)
@@ -378,9 +402,12 @@ class Trainer:
             max_grad_norm=settings.max_grad_norm,
             update_batch=settings.update_batch,
             reference=self.reference,
+            behaviour=velocity_with(self.policy, self.parameters, self.behaviour) if self.behaviour else None,
         )
         update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
+        if self.objective.lag is not None:
+            follow(self.behaviour, self.parameters, self.objective.lag(self.step))
         names = list(settings.rewards)
         groupwise = [name for name in names if self.rewards[name].groupwise]
         rewards = reward_metrics(every_rollout, names, advantages, algorithm.advantage_clip, groupwise)
@@ -401,7 +428,7 @@ class Trainer:
             return mark_best(self.out, self.step, reward) if reward is not None else None
         state: dict[str, Any] = {"module": root_module(self.policy), "optimizer": self.optimizer}
         state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
-        state |= {"ema": self.ema} if self.ema else {}
+        state |= self._copies()
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
         with self.interrupt.deferred():  # half a checkpoint is none
             save_checkpoint(self.out, self.step, state, best=reward, **keep)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,12 +63,22 @@ def reference_of(policy: Policy, lora: bool) -> Velocity:
         return without_adapters
     parameters = dict(root_module(policy).named_parameters())
     first = {name: p.detach().clone() for name, p in parameters.items()}
+    return velocity_with(policy, parameters, first)
 
-    def with_first_weights(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        with swapped_weights(parameters, first):
+
+def velocity_with(policy: Policy, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Velocity:
+    """The velocity of the policy with other weights, which are copied into it for each call.
+
+    Args:
+        parameters: name -> parameter of the policy.
+        values: name -> its value in the calls; may change between them.
+    """
+
+    def velocity(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        with swapped_weights(parameters, values):
             return policy.velocity(x, sigma, cond)
 
-    return with_first_weights
+    return velocity
 
 
 def update(
@@ -104,29 +115,49 @@ def update(
     when = objective.snapshot_at(len(steps))
     snapshots = [loop.snapshot(part, batches) if when == "first" else None for part, batches, _ in steps]
     parameters = list(trained_parameters(policy).values())
-    metrics: dict[str, list[Tensor]] = {}
+    metrics: list[dict[str, Tensor]] = []
     for number, (part, batches, num_rows) in enumerate(steps):
         snapshot = loop.snapshot(part, batches) if when == "each" else snapshots[number]
         prepared = objective.prepare(part, snapshot)
         optimizer.zero_grad(set_to_none=True)
-        step_metrics = loop.backward(prepared, batches, num_rows, snapshot)
+        metrics.append(loop.backward(prepared, batches, num_rows, snapshot))
         fill_missing_gradients(parameters)
-        step_metrics["grad_norm"] = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
-        if not bool(step_metrics["grad_norm"].isfinite()):
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+        metrics[-1]["grad_norm"] = norm
+        if not bool(norm.isfinite()):
             optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(step_metrics["grad_norm"].item(), number, len(steps))
+            raise NotFinite(norm.item(), number, len(steps))
         optimizer.step()
-        for name, value in step_metrics.items():
-            metrics.setdefault(name, []).append(value)
     optimizer.zero_grad(set_to_none=True)  # the next rollout needs the memory of the gradients
-    return _over_processes({n: torch.stack(v).mean().item() for n, v in metrics.items()}, loop.largest())
+    names = dict.fromkeys(name for of_step in metrics for name in of_step)
+    none = parts[0].x.new_zeros(())  # of a step that has rows on other processes only
+    means = {n: torch.stack([of_step.get(n, none) for of_step in metrics]).mean().item() for n in names}
+    return _over_processes(means, loop.largest())
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The rows of one forward.
+
+    Attributes:
+        index: which rows of the optimizer step; None: a filler, whose loss does not count.
+        cond_row: their rows of the conditioning, on the CPU.
+        filler: the row that is evaluated if there is no index.
+    """
+
+    index: slice | Tensor | None
+    cond_row: Tensor
+    filler: Rows
+
+    def of(self, part: Rows) -> Rows:
+        return self.filler if self.index is None else part[self.index]
 
 
 class _Loop:
     """Evaluates batches of rows one after the other, and keeps what is measured on the way.
 
     Attributes:
-        filler: a row that makes up for missing ones; its loss has weight 0.
+        filler: a row that makes up for missing ones.
         maxima: metric -> its largest value so far.
         by_step: metric -> noise steps and values of the rows so far.
     """
@@ -145,31 +176,64 @@ class _Loop:
         self.maxima: dict[str, Tensor] = {}
         self.by_step: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def batches(self, part: Rows, size: int) -> tuple[list[slice | None], int]:
-        """The rows of each forward, None for the filler, and the number of rows of all processes.
+    def batches(self, part: Rows, size: int) -> tuple[list[_Batch], int]:
+        """The batches of an optimizer step's rows, and the number of rows of all processes.
 
-        Every process gets the same number of forwards.
+        Every process gets the same number of forwards; with several modules, the same number of each, and
+        never rows of two modules in one batch.
         """
+        cond_row = part.cond_row.cpu()
         sizes = gathered(len(part))
-        own = [slice(low, min(low + size, len(part))) for low in range(0, len(part), size)]
-        most = max(math.ceil(n / size) for n in sizes)
-        return [*own, *([None] * (most - len(own)))], sum(sizes)
+        if len(self.policy.modules) == 1:
+            own: list[slice | Tensor] = [
+                slice(low, min(low + size, len(part))) for low in range(0, len(part), size)
+            ]
+            return self._filled(own, cond_row, max(sizes), size, self.filler), sum(sizes)
+        batches: list[_Batch] = []
+        levels = part.sigma.tolist()
+        experts = [self.policy.expert_of(level) for level in levels]
+        every = gathered(
+            {name: (experts.count(name), level) for name, level in zip(experts, levels, strict=True)}
+        )
+        for expert in self.policy.modules:
+            counts = [of_process[expert] for of_process in every if expert in of_process]
+            if counts:
+                index = torch.tensor(
+                    [n for n, name in enumerate(experts) if name == expert], dtype=torch.int64
+                )
+                filler = replace(self.filler, sigma=torch.full_like(self.filler.sigma, counts[0][1]))
+                own = list(index.split(size)) if len(index) else []
+                batches += self._filled(own, cond_row, max(n for n, _ in counts), size, filler)
+        return batches, sum(sizes)
 
-    def snapshot(self, part: Rows, batches: Sequence[slice | None]) -> dict[str, Tensor]:
+    def _filled(
+        self, own: Sequence[slice | Tensor], cond_row: Tensor, most: int, size: int, filler: Rows
+    ) -> list[_Batch]:
+        """Batches of this process's rows, with fillers up to the number of the process with most rows."""
+        missing = math.ceil(most / size) - len(own)
+        fillers = [_Batch(None, self.filler.cond_row.cpu(), filler)] * missing
+        return [*(_Batch(index, cond_row[index], filler) for index in own), *fillers]
+
+    def snapshot(self, part: Rows, batches: Sequence[_Batch]) -> dict[str, Tensor]:
         """The snapshot of an optimizer step's rows, by the weights as they are."""
         # With gradient, dropped at once: without it other kernels may run, and the first ratio be no 1.
         values: dict[str, list[Tensor]] = {}
+        order: list[Tensor] = []
         for batch in batches:
-            rows = self.filler if batch is None else part[batch]
-            snapshot = self.objective.snapshot(rows, self._velocity(self.policy.velocity, rows))
-            for name, value in snapshot.items() if batch is not None else ():
+            rows = batch.of(part)
+            velocity = self._velocity(self.policy.velocity, rows, batch)
+            if batch.index is None:
+                continue
+            order.append(torch.arange(len(part))[batch.index])
+            for name, value in self.objective.snapshot(rows, velocity).items():
                 values.setdefault(name, []).append(value)
-        return {name: torch.cat(parts) for name, parts in values.items()}
+        position = torch.cat(order).argsort() if order else None
+        return {name: torch.cat(parts)[position] for name, parts in values.items()}
 
     def backward(
         self,
         part: Rows,
-        batches: Sequence[slice | None],
+        batches: Sequence[_Batch],
         num_rows: int,
         snapshot: Mapping[str, Tensor] | None,
     ) -> dict[str, Tensor]:
@@ -186,16 +250,26 @@ class _Loop:
         """
         means: dict[str, Tensor] = {}
         for batch in batches:
-            if batch is None:
-                loss, share = self._loss(self.objective.prepare(self.filler, None), None), 0.0
-            else:
-                of_batch = None if snapshot is None else {n: v[batch] for n, v in snapshot.items()}
-                loss = self._loss(part[batch], of_batch)
-                share = (batch.stop - batch.start) * world_size() / num_rows
-                self._measure(loss)
+            rows = batch.of(part)
+            # The others come before the policy's own forward, whose graph needs the weights untouched.
+            with torch.no_grad():
+                reference, behaviour = (
+                    None if velocity is None else self._velocity(velocity, rows, batch)
+                    for velocity in (self.reference, self.behaviour)
+                )
+            velocity = self._velocity(self.policy.velocity, rows, batch)
+            if batch.index is None:
+                (velocity.sum() * 0.0).backward()
+                continue
+            of_batch = None if snapshot is None else {n: v[batch.index] for n, v in snapshot.items()}
+            loss = self.objective.loss(
+                rows, velocity, reference=reference, behaviour=behaviour, snapshot=of_batch
+            )
+            share = len(rows) * world_size() / num_rows
             (loss.value * share).backward()
             for name, value in {**loss.mean, "loss": loss.value}.items():
                 means[name] = means.get(name, 0.0) + value.detach() * share
+            self._measure(loss)
         return means
 
     def largest(self) -> dict[str, float]:
@@ -216,26 +290,15 @@ class _Loop:
         for name, pair in loss.by_step.items():
             self.by_step.setdefault(name, []).append(pair)
 
-    def _loss(self, rows: Rows, snapshot: Mapping[str, Tensor] | None) -> Loss:
-        # The others come before the policy's own forward, whose graph needs the weights untouched.
-        with torch.no_grad():
-            reference, behaviour = (
-                None if velocity is None else self._velocity(velocity, rows)
-                for velocity in (self.reference, self.behaviour)
-            )
-        velocity = self._velocity(self.policy.velocity, rows)
-        return self.objective.loss(
-            rows, velocity, reference=reference, behaviour=behaviour, snapshot=snapshot
-        )
-
-    def _velocity(self, velocity: Velocity, rows: Rows) -> Tensor:
-        return velocity(rows.x, rows.sigma, self.cond[rows.cond_row])
+    def _velocity(self, velocity: Velocity, rows: Rows, batch: _Batch) -> Tensor:
+        return velocity(rows.x, rows.sigma, self.cond[batch.cond_row])
 
 
 def _over_processes(means: dict[str, float], largest: dict[str, float]) -> dict[str, float]:
     """Metrics of all processes: averages of the means, and the largest of the others."""
     gathered_metrics = gathered((means, largest))
-    averages = {name: sum(own[name] for own, _ in gathered_metrics) / len(gathered_metrics) for name in means}
+    every = dict.fromkeys([*means, *(name for own, _ in gathered_metrics for name in own)])
+    averages = {n: sum(own.get(n, 0.0) for own, _ in gathered_metrics) / len(gathered_metrics) for n in every}
     names = dict.fromkeys(name for _, maxima in gathered_metrics for name in maxima)
     return averages | {
         name: max(maxima[name] for _, maxima in gathered_metrics if name in maxima) for name in names

@@ -2,6 +2,7 @@ import inspect
 from dataclasses import replace
 
 import pytest
+from support.methods import GRPO_METHODS
 
 from g2rpo.algorithms.base import coarse_tails_warning
 from g2rpo.algorithms.dance_grpo import DanceGRPO
@@ -11,10 +12,7 @@ from g2rpo.algorithms.mix_grpo import MixGRPO
 from g2rpo.algorithms.registry import PRESETS
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
-COMMON = {
-    *("num_steps", "shift", "eta", "diffusion", "clip_range"),
-    *("advantage_clip", "advantage_std", "kl_beta", "update"),
-}
+COMMON = {"num_steps", "shift", "advantage_clip", "advantage_std", "kl_beta", "update"}
 
 
 def test_defaults_are_the_papers():
@@ -82,7 +80,7 @@ def test_fast_windows_that_are_none(options, message):
         FlowGRPO(**options)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", GRPO_METHODS)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 from safetensors.torch import save_file
+from support.methods import GRPO_METHODS
 
-from g2rpo.algorithms.registry import PRESETS
 from g2rpo.config.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -185,7 +185,7 @@ def words():
 
 def choices():
     """Every value of every setting that is a choice, as `key=value`."""
-    classes = (Settings, *PRESETS.values())
+    classes = (Settings, *GRPO_METHODS.values())
     hints = [hint for cls in classes for hint in typing.get_type_hints(cls).items()]
     for name, annotation in hints:
         if typing.get_origin(annotation) is typing.ClassVar:
@@ -200,7 +200,7 @@ def choices():
 
 def test_the_cases_name_every_setting_and_every_value_of_a_choice():
     told = words()
-    fields = [field for cls in PRESETS.values() for field in dataclasses.fields(cls)]
+    fields = [field for cls in GRPO_METHODS.values() for field in dataclasses.fields(cls)]
     for name in (*Settings.model_fields, *(field.name for field in fields)):
         assert f"{name}=" in told or name in cases.UNVARIED, name
     values = set(choices())

@@ -5,11 +5,15 @@ import torch
 from support.gaussian_policy import GaussianPolicy, explore_gaussian
 from torch import nn
 
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import root_module, trained_parameters
+from g2rpo.objectives.base import Context
 from g2rpo.rollouts.rules import EveryStep, Singular
+from g2rpo.rollouts.score import score
 from g2rpo.run.checkpoint import load_checkpoint, save_checkpoint
 from g2rpo.training.ema import swapped_weights, update_ema
-from g2rpo.training.update import reference_of
+from g2rpo.training.update import reference_of, update
 
 
 class TwoExperts(GaussianPolicy):
@@ -100,3 +104,29 @@ def test_averages_and_references_cover_both_networks():
     with swapped_weights(parameters, {name: torch.zeros_like(p) for name, p in parameters.items()}):
         assert [float(p.detach()) for p in parameters.values()] == [0.0, 0.0]
     assert [float(p.detach()) for p in parameters.values()] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("update_rule", ["once", "per_step", 2])
+@pytest.mark.parametrize("update_batch", [2, 100])
+def test_an_update_evaluates_one_network_at_a_time(update_rule, update_batch):
+    """With equal gains as one network; the gradient of the shared gain is the sum of both."""
+    algorithm = FlowGRPO(update=update_rule, clip_range=10.0)
+    cond = GaussianPolicy().encode(["0.5", "-0.25"])
+    reward = {"r": lambda images, prompts, metadata=None: images.mean((1, 2, 3))}
+
+    def updated(policy):
+        rollouts = score(policy, explore_gaussian(policy, algorithm.plan(0, 0)), reward, ["0.5", "-0.25"])
+        context = Context(shifted_sigmas(6), algorithm.diffusion, algorithm.eta, 0, 0)
+        rows = algorithm.objective().rows(rollouts, algorithm.advantages(rollouts, [1.0]), context)
+        parts = rows.split(update_rule, 3)
+        still = torch.optim.SGD(trained_parameters(policy).values(), lr=0.0)
+        policy.experts = []
+        options = {"max_grad_norm": 1e9, "update_batch": update_batch}
+        return update(policy, algorithm.objective(), parts, cond, still, **options)
+
+    policy, single = TwoExperts(), GaussianPolicy()
+    ours, theirs = updated(policy), updated(single)
+    assert {"high", "low"} == set(policy.experts)
+    assert ours["ratio_max_dev"] == theirs["ratio_max_dev"] == 0  # snapshots are in the order of their rows
+    for name in ("loss", "approx_kl", "clip_fraction", "rollout_ratio_dev"):
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-6), name
