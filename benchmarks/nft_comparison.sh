@@ -2,7 +2,7 @@
 # DiffusionNFT on the embedded model with both learned rewards, beside G2RPO with stride 2 and MixGRPO.
 #
 #     benchmarks/nft_comparison.sh tune OUT [JOBS]     12 runs, seed 100, about 200,000 forwards each with the update
-#     benchmarks/nft_comparison.sh joint OUT [JOBS]    the chosen one, seeds 31 to 33, 457,000 forwards for every arm
+#     benchmarks/nft_comparison.sh joint OUT [JOBS]    the chosen one, seeds 31 to 33, about 457,000 forwards for every arm
 #
 # All arms share results/compare/joint.toml; forwards count the update, a backward as two. The settings of the other
 # two arms are those of earlier searches (docs/search.md). docs/comparison.md has the results.
@@ -33,7 +33,8 @@ tune)
   python3 -m g2rpo compare "${arms[@]}" --seeds 100 --jobs "$jobs" --out "$out"
   ;;
 joint)
-  arm NFT "$CHOSEN"
+  arm NFT "$nft kl_beta=0 train_levels=4 nft_beta=0.1 advantage_std=group lr=3e-5 iterations=183 eval_every=61 \
+warmup_iterations=5"
   arm G2RPO_stride2 "algorithm=g2rpo granularities=[2] train_steps=5 lr=3e-5 eta=1.0 lr_schedule=cosine \
 iterations=226 eval_every=113"
   arm MixGRPO_cosine "algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.0 lr_schedule=cosine iterations=306 \
