@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=45)
     parser.add_argument("--gpu", help="name in the table of `g2rpo plan`, to compare with its times")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     folder = Path(tempfile.mkdtemp())
     overrides = [
         *given.overrides,

@@ -22,6 +22,7 @@ from g2rpo.config.load import load_settings
 from g2rpo.exporters.export import export_run
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.inference.open import open_policy
+from g2rpo.models.transformer.weights import LORA_FILE
 from g2rpo.run.checkpoint_index import read_tensors
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
@@ -131,7 +132,8 @@ def test_export_equals_the_stock_pipeline(contract, folder, trained, tmp_path):
     untrained = stock_images(contract, stock_pipeline(folder), policy, noise(policy), **steps)
     pipeline = stock_pipeline(folder if trained.rank else exported)
     if trained.rank:
-        pipeline.load_lora_weights(exported)
+        # Offline, diffusers before 0.40 does not look for the file.
+        pipeline.load_lora_weights(exported, weight_name=LORA_FILE)
     images = stock_images(contract, pipeline, policy, noise(policy), **steps)
     own = own_images(policy, num_steps=STEPS, shift=3.0)
     assert (images - untrained).abs().max() > 8 / 255, "training changed nothing that could be compared"

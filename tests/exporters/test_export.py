@@ -107,6 +107,17 @@ def test_saved_models_open_under_the_conditions_of_their_run(base, tmp_path, lor
     assert open_policy(exported, device="cpu", sigma_rounding="exact").options.sigma_rounding == "exact"
 
 
+def test_rectangles_are_recorded(base, tmp_path):
+    run, policy = make_run(tmp_path / "run", base, lora_rank=0, resolution=[8, 16])
+    exported = export_run(run)
+    record = json.loads((exported / "g2rpo.json").read_text())
+    assert record["resolution"] == record["settings"]["resolution"] == [8, 16]
+    assert "height=8, width=16" in (exported / "README.md").read_text()
+    for opened in (policy, open_policy(run), open_policy(exported, device="cpu")):
+        assert opened.resolution == (8, 16) and opened.conditions["resolution"] == [8, 16]
+    assert open_policy(exported, device="cpu", resolution=16).conditions["resolution"] == 16
+
+
 def test_ema_is_what_opens(base, tmp_path):
     run, policy = make_run(tmp_path / "run", base, lora_rank=0, ema_decay=0.9)
     opened = dict(open_policy(run).module.named_parameters())

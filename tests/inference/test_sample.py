@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from support.policies import load
+from support.processes import run_command
 from support.random_flux import save_random_flux
 
 from g2rpo.data.prompts import as_prompts
@@ -275,3 +276,19 @@ def test_files(policy, tmp_path):
         assert sheet.width < sheet.height * 2
     pair = write_comparison(tmp_path, request, images, images.flip(0), ("base", "tuned"))
     assert pair.name == "comparison.png" and pair.stat().st_size > 1000
+
+
+def test_rectangles_in_files_and_figures(tmp_path):
+    words = ("sample", "tiny", "--compare", "tiny@g2rpo", "--limit", "2", "--steps", "2", "--device", "cpu")
+    done = run_command(*words, "--resolution", "32x64", "--out", "drawn", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for file in ("drawn/0001.png", "drawn/compare/0001.png"):
+        assert read_png_text(tmp_path / file)[1]["resolution"] == [32, 64]
+        with Image.open(tmp_path / file) as image:
+            assert image.size == (64, 32)  # width, height
+    with Image.open(tmp_path / "drawn" / "comparison.png") as image:
+        assert image.width > image.height / 2
+    refused = run_command(*words, "--resolution", "32by64", cwd=tmp_path)
+    assert refused.returncode == 2 and "--resolution='32by64': give the side of a square" in refused.stderr
+    refused = run_command(*words, "--resolution", "30x64", cwd=tmp_path)
+    assert refused.returncode == 2 and "sides must be multiples of 8 pixels" in refused.stderr

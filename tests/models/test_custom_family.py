@@ -11,7 +11,7 @@ from g2rpo.exporters.export import export_run
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy, open_run
 from g2rpo.training.embed import embed_run
-from g2rpo.training.run_prompts import run_prompts
+from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.trainer import train
 
 TOY = "support.toy_family:FAMILY"
@@ -99,7 +99,7 @@ def test_an_export_is_the_trained_policy(run, tmp_path):
 
 def test_its_prompts_are_embedded_before_the_run(tmp_path):
     own = settings(tmp_path)
-    assert embed_run(own).added == len(run_prompts(own)) == 2
+    assert embed_run(own).added == len(RunPrompts.of(own).texts) == 2
     assert embed_run(own).added == 0
 
 

@@ -8,10 +8,10 @@ from support.policies import load
 from support.random_flux import save_random_flux
 
 from g2rpo.flow.schedule import shifted_sigmas
-from g2rpo.models.flux.latents import pack, unpack
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.policy import Conditioning
 from g2rpo.models.registry import load_policy
+from g2rpo.models.transformer.latents import pack, unpack
 from g2rpo.models.transformer.weights import LORA_FILE
 from g2rpo.runtime.processes import resolve_device
 

@@ -8,10 +8,11 @@ from support.random_qwen import save_random_qwen
 
 from g2rpo.models.qwen_image.attention import install
 from g2rpo.models.qwen_image.known import RANDOM_TINY
-from g2rpo.models.qwen_image.latents import checked_size, pack, unpack, unscaled
+from g2rpo.models.qwen_image.latents import checked_size, unscaled
 from g2rpo.models.qwen_image.random import RandomText
 from g2rpo.models.qwen_image.text import DROPPED_TOKENS, TEMPLATE, QwenText, language_model
 from g2rpo.models.qwen_image.vae import FrameDecoder
+from g2rpo.models.transformer.latents import pack, unpack
 
 PROMPTS = ["a red circle and two stars on white", "a blue square", "", " "]
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from support.random_flux import save_random_flux
 from g2rpo.__main__ import app
 from g2rpo.config.load import load_settings
 from g2rpo.data import embeddings as conditioning
-from g2rpo.models.flux import policy as flux
 from g2rpo.models.flux.random import RandomText
 from g2rpo.models.loading.reading import read_weights, weight_files
+from g2rpo.models.transformer import policy as transformer
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.checkpoint_index import read_index, read_tensors
 from g2rpo.run.folder import damage, latest_checkpoint
@@ -253,7 +253,7 @@ def test_a_signal_to_one_process_stops_all_that_embed(tmp_path, monkeypatch, mom
 
 def train_signalled_at_gathering(*settings: str) -> None:
     """The command; its second process is signalled just before all gather the weights for a rollout."""
-    gather, calls = flux.resident, []
+    gather, calls = transformer.resident, []
 
     def resident(module):
         calls.append(module)
@@ -261,7 +261,7 @@ def train_signalled_at_gathering(*settings: str) -> None:
             signal.raise_signal(signal.SIGTERM)
         return gather(module)
 
-    flux.resident = resident
+    transformer.resident = resident
     app(["train", "flux_tiny_random", *settings])
 
 

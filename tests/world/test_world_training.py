@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.seeds import seeded
 from torch import Tensor, nn
 
-from g2rpo.models.flux.latents import pack, unpack
+from g2rpo.models.transformer.latents import pack, unpack
 from g2rpo.world import networks, pretrain, training
 from g2rpo.world.captions import caption_ids
 from g2rpo.world.contrast import augment, evaluate_clip, image_features, text_features, train_clip

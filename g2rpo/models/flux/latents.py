@@ -1,4 +1,4 @@
-"""FLUX's latents: 2x2-packed tokens of the VAE's channels, their position ids and the image sizes."""
+"""FLUX's latents: position ids of their tokens (models/transformer/latents.py) and the image sizes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.models.options import Size, plain_resolution
-
-
-def pack(z: Tensor) -> Tensor:
-    """Packs VAE latents [N, C, h, w] into tokens [N, h/2 * w/2, 4C], each a 2x2 patch, channels outermost."""
-    n, channels, h, w = z.shape
-    z = z.reshape(n, channels, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return z.reshape(n, h // 2 * (w // 2), channels * 4)
-
-
-def unpack(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Inverts `pack`: [N, rows * columns, 4C] -> [N, C, 2 rows, 2 columns].
-
-    Args:
-        x: packed latents [N, L, 4C].
-        grid: (rows, columns) of tokens.
-
-    Raises:
-        ValueError: L is not rows * columns, or the number of channels is not a multiple of 4.
-    """
-    n, tokens, channels = x.shape
-    rows, columns = grid
-    if rows * columns != tokens or channels % 4:
-        raise ValueError(
-            f"{tokens} tokens of {channels} channels are no packed latent of {rows} x {columns} tokens; give "
-            "that number of tokens and a multiple of 4 channels"
-        )
-    x = x.reshape(n, rows, columns, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(n, channels // 4, 2 * rows, 2 * columns)
+from g2rpo.models.options import Size
+from g2rpo.models.transformer.latents import grid_of
 
 
 def image_ids(grid: tuple[int, int]) -> Tensor:
@@ -57,10 +30,4 @@ def checked_size(resolution: Size | None, vae_config: Any) -> tuple[Size, Size]:
     patch_px = 2 * 2 ** (len(vae_config["block_out_channels"]) - 1)
     side_px = int(vae_config["sample_size"])
     size = (side_px, side_px) if resolution is None else resolution
-    if any(side < patch_px or side % patch_px for side in size):
-        height, width = (max(patch_px, side // patch_px * patch_px) for side in size)
-        raise ValueError(
-            f"resolution={plain_resolution(size)}: sides must be multiples of {patch_px} pixels, as "
-            f"resolution={plain_resolution((height, width))} would be"
-        )
-    return size, (size[0] // patch_px, size[1] // patch_px)
+    return size, grid_of(size, patch_px)

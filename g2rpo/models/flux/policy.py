@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from g2rpo.models.family import ModelFiles
-from g2rpo.models.flux.latents import checked_size, image_ids, unpack
+from g2rpo.models.flux.latents import checked_size, image_ids
 from g2rpo.models.flux.network import FLUX
 from g2rpo.models.flux.random import RandomText
 from g2rpo.models.flux.text import FluxText
 from g2rpo.models.options import PolicyOptions, Size
 from g2rpo.models.policy import Conditioning
 from g2rpo.models.transformer.architecture import Architecture
+from g2rpo.models.transformer.latents import unpack
 from g2rpo.models.transformer.policy import CompiledDecoder, Parts, TransformerPolicy, load_parts
 
 

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from g2rpo.models.family import ModelFiles
 from g2rpo.models.options import PolicyOptions, Size
 from g2rpo.models.policy import Conditioning
-from g2rpo.models.qwen_image.latents import checked_size, unpack, unscaled
+from g2rpo.models.qwen_image.latents import checked_size, unscaled
 from g2rpo.models.qwen_image.network import QWEN_IMAGE
 from g2rpo.models.qwen_image.random import RandomText
 from g2rpo.models.qwen_image.text import QwenText
 from g2rpo.models.qwen_image.vae import FrameDecoder
 from g2rpo.models.transformer.architecture import Architecture
+from g2rpo.models.transformer.latents import unpack
 from g2rpo.models.transformer.policy import CompiledDecoder, Parts, TransformerPolicy, load_parts
 
 

@@ -108,6 +108,8 @@ def make_network(
             options.lora_targets,
             training.master_dtype,
         )
+        if training.autocast:
+            keep_input_dtypes(module)
         if training.mesh is not None:
             _shard(architecture, module, training)
     if options.gradient_checkpointing:
@@ -115,6 +117,17 @@ def make_network(
     if options.compile_blocks:
         compile_blocks(architecture, module)
     return module
+
+
+def keep_input_dtypes(module: nn.Module) -> None:
+    """Makes adapters take their inputs as they are; autocast casts what their products need.
+
+    PEFT casts a layer's bfloat16 input to the float32 of its adapters, and autocast casts it back: two passes
+    over the activations, and a second copy of them for the backward pass, with the same values.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "lora_A"):
+            layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
 def meta_network(architecture: Architecture, config: Mapping[str, Any], training: Training) -> Any:
