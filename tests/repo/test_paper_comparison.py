@@ -94,7 +94,7 @@ def test_the_control_variate(tmp_path):
         assert call[call.index("--seeds") + 1] == "4"
         ran = read_settings(RESULTS / "variate" / f"controlled{coarse}" / "0")
         size = int(call[call.index("--group-size") + 1])
-        assert (ran.group_size, ran.granularities) == (size, [1, int(coarse)])
+        assert (ran.group_size, ran.option("granularities")) == (size, [1, int(coarse)])
 
 
 def test_some_arms_and_other_seeds(tmp_path):

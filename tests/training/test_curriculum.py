@@ -199,7 +199,7 @@ def test_changed_prompts_are_refused_before_anything_is_loaded(tmp_path, monkeyp
     settings |= {"granularities": [1], "eval_num_steps": 2}
     g2rpo.train("tiny", **settings)
     again = {**settings, "iterations": 2}
-    monkeypatch.setattr("g2rpo.training.trainer.load_rewards", lambda *a: pytest.fail("something was loaded"))
+    monkeypatch.setattr("g2rpo.training.components.load_rewards", lambda *a: pytest.fail("loaded something"))
     for changed in ("a blue star\na red circle\n", "a red circle\na blue star\na green square\n"):
         prompts.write_text(changed)
         with pytest.raises(ValueError, match="the prompts have changed since this run began"):
