@@ -12,7 +12,6 @@ import typer
 from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
     print_table,
-    quiet_other_packages,
     recipe_and_overrides,
 )
 
@@ -36,7 +35,6 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     from g2rpo.config.load import load_settings
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    quiet_other_packages()
     sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that rewards.my_file:score=1 finds ./my_file.py
     from g2rpo.runtime.processes import is_first_process
     from g2rpo.training.trainer import train as train_run
