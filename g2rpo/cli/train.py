@@ -58,11 +58,12 @@ def _print_result(run: Run, settings: Settings) -> None:
         model = f"{shlex.quote(settings.weights)} --base {model}"
     prompts = shlex.quote(settings.eval_prompts or settings.prompts)
     sampling = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
+    family = f" --family {shlex.quote(settings.family)}" if settings.family else ""
     print(f"The run is in {settings.out}. Compare its images with those of its base, or export the model:")
-    print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}")
-    print(f"  g2rpo export {out}")
+    print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}{family}")
+    print(f"  g2rpo export {out}{family}")
     if settings.keep_best and (kept := kept_best(run.out))[0]:
-        print(f"  g2rpo export {out}/best    # {kept[0]}, the best by {kept[1]}")
+        print(f"  g2rpo export {out}/best{family}    # {kept[0]}, the best by {kept[1]}")
 
 
 def _scores(change: Change) -> tuple[str, ...]:
