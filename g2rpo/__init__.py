@@ -29,15 +29,30 @@ if TYPE_CHECKING:
     from g2rpo.costs.costs import Costs
     from g2rpo.evaluation.evaluate import Evaluated
     from g2rpo.models.family import ModelFamily as ModelFamily
+    from g2rpo.models.family import ModelFiles as ModelFiles
+    from g2rpo.models.family import ModelShape as ModelShape
+    from g2rpo.models.family import TextEncoders as TextEncoders
+    from g2rpo.models.family import Writer as Writer
     from g2rpo.models.options import PolicyOptions as PolicyOptions
     from g2rpo.models.policy import Conditioning as Conditioning
     from g2rpo.models.policy import Policy as Policy
     from g2rpo.models.registry import load_policy as load_policy
+    from g2rpo.objectives.base import Context as Context
+    from g2rpo.objectives.base import Loss as Loss
     from g2rpo.objectives.base import Objective as Objective
+    from g2rpo.objectives.base import RowForwards as RowForwards
+    from g2rpo.objectives.base import Rows as Rows
     from g2rpo.rewards.base import GroupReward as GroupReward
+    from g2rpo.rewards.base import Metadata as Metadata
     from g2rpo.rewards.base import Reward as Reward
+    from g2rpo.rewards.base import RewardSeconds as RewardSeconds
+    from g2rpo.rewards.base import RewardSpec as RewardSpec
+    from g2rpo.rewards.pairwise import PairwiseWinRate as PairwiseWinRate
     from g2rpo.rewards.registry import load_reward as load_reward
-    from g2rpo.training.result import Run
+    from g2rpo.rollouts.plan import Branch as Branch
+    from g2rpo.rollouts.plan import Plan as Plan
+    from g2rpo.rollouts.score import Rollout as Rollout
+    from g2rpo.training.result import Run as Run
     from g2rpo.training.trainer import Trainer as Trainer
 
 __all__ = [
@@ -54,13 +69,30 @@ __all__ = [
     "load_policy",
     "PolicyOptions",
     "load_reward",
+    "Run",
+    # To write components of your own.
+    "Algorithm",
+    "Plan",
+    "Branch",
+    "Rollout",
+    "Objective",
+    "Rows",
+    "Loss",
+    "Context",
+    "RowForwards",
+    "ModelFamily",
+    "ModelFiles",
+    "ModelShape",
+    "TextEncoders",
+    "Writer",
     "Policy",
     "Conditioning",
     "Reward",
+    "RewardSpec",
+    "RewardSeconds",
+    "Metadata",
     "GroupReward",
-    "Objective",
-    "Algorithm",
-    "ModelFamily",
+    "PairwiseWinRate",
 ]
 
 SettingValue: TypeAlias = (
@@ -75,13 +107,29 @@ _MODULES = {
     "load_policy": "models.registry",
     "PolicyOptions": "models.options",
     "load_reward": "rewards.registry",
+    "Run": "training.result",
+    "Algorithm": "algorithms.base",
+    "Plan": "rollouts.plan",
+    "Branch": "rollouts.plan",
+    "Rollout": "rollouts.score",
+    "Objective": "objectives.base",
+    "Rows": "objectives.base",
+    "Loss": "objectives.base",
+    "Context": "objectives.base",
+    "RowForwards": "objectives.base",
+    "ModelFamily": "models.family",
+    "ModelFiles": "models.family",
+    "ModelShape": "models.family",
+    "TextEncoders": "models.family",
+    "Writer": "models.family",
     "Policy": "models.policy",
     "Conditioning": "models.policy",
     "Reward": "rewards.base",
+    "RewardSpec": "rewards.base",
+    "RewardSeconds": "rewards.base",
+    "Metadata": "rewards.base",
     "GroupReward": "rewards.base",
-    "Objective": "objectives.base",
-    "Algorithm": "algorithms.base",
-    "ModelFamily": "models.family",
+    "PairwiseWinRate": "rewards.pairwise",
 }
 """Name -> the module that defines it, which is imported at the first use of the name."""
 

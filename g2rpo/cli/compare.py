@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from g2rpo.cli.console import print_table, quiet_other_packages, writable_folder
+from g2rpo.cli.console import print_table, writable_folder
 
 
 def compare(
@@ -74,7 +74,6 @@ def compare(
     arms, seed_list = read_arms(arm or (), words or (), vary or ()), read_seeds(seeds)
     folder = writable_folder(out, "--out")
     sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that my_file:score finds ./my_file.py
-    quiet_other_packages()
     from g2rpo.comparison.compare import compare as compare_arms
 
     done = compare_arms(
@@ -87,7 +86,6 @@ def compare(
         report_only=report_only,
         command=shlex.join(["g2rpo", *sys.argv[1:]]),
         say=lambda text: print(text, flush=True),
-        prepare=quiet_other_packages,
     )
     if done.interrupted:
         print("interrupted; run the same command to continue")

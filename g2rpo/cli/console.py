@@ -1,6 +1,5 @@
 """What the commands share: reading of arguments, error messages and tables."""
 
-import logging
 import math
 import os
 import sys
@@ -64,22 +63,6 @@ def writable_folder(folder: Path, option: str) -> Path:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"{option} {folder}: no permission to write in {nearest}; name another folder")
     return folder
-
-
-def quiet_other_packages() -> None:
-    """Silences transformers and diffusers while they load, except for errors and the bars of downloads."""
-    # Both are read at import; a value that the user has set takes precedence.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    for name in ("torchao", "torch.utils._pytree"):  # warnings about kernels that this machine cannot use
-        logging.getLogger(name).setLevel(logging.ERROR)
-    import diffusers
-    import transformers
-    from huggingface_hub.utils import enable_progress_bars
-
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.disable_progress_bar()
-    enable_progress_bars()  # transformers disables the hub's bars too; a download of 24 GB needs one
 
 
 def search_current_folder() -> None:

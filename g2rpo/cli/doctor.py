@@ -12,7 +12,6 @@ import typer
 from g2rpo.cli.arguments import Family
 from g2rpo.cli.console import (
     print_table,
-    quiet_other_packages,
 )
 
 
@@ -39,7 +38,6 @@ def doctor(
             "--base and --family belong to the weights in --verify PATH; give that option too, or neither"
         )
     if verify is not None:
-        quiet_other_packages()
         sys.path.append(os.getcwd())  # so that my_family:FAMILY finds ./my_family.py
         from g2rpo.setup.verify import verify as verify_weights
 

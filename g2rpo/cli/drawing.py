@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from g2rpo.cli import arguments
-from g2rpo.cli.console import positive_number, prompt_texts, quiet_other_packages, writable_folder
+from g2rpo.cli.console import positive_number, prompt_texts, writable_folder
 
 if TYPE_CHECKING:
     from g2rpo.inference.sample import SampleRequest
@@ -89,7 +89,6 @@ def drawing_of(
     if not requested:
         raise ValueError("no prompts: give --prompt TEXT, or --prompts with a file or world:NAME")
     writable_folder(out, "--out")
-    quiet_other_packages()
     from g2rpo.inference.sample import SampleRequest
 
     return SampleRequest(tuple(requested[:limit]), numbers, shift=number, **others)

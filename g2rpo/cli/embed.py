@@ -6,7 +6,6 @@ import typer
 
 from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
-    quiet_other_packages,
     recipe_and_overrides,
     search_current_folder,
 )
@@ -27,7 +26,6 @@ def embed(recipe: Recipe = None, overrides: Overrides = None) -> None:
     from g2rpo.config.load import load_settings
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    quiet_other_packages()
     search_current_folder()
     from g2rpo.training.embed import embed_run
 

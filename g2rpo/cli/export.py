@@ -9,7 +9,6 @@ import typer
 
 from g2rpo.cli.arguments import Family
 from g2rpo.cli.console import (
-    quiet_other_packages,
     search_current_folder,
     writable_folder,
 )
@@ -46,7 +45,6 @@ def export(
       g2rpo export runs/tiny --out tuned --layout diffusers
     """
     out = None if out is None else writable_folder(out, "--out")
-    quiet_other_packages()
     search_current_folder()
     from g2rpo.exporters.export import export_run
 

@@ -11,7 +11,6 @@ import typer
 from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
     print_table,
-    quiet_other_packages,
     recipe_and_overrides,
 )
 
@@ -56,8 +55,6 @@ def plan(
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    if measure:
-        quiet_other_packages()  # without --measure no model is loaded, and neither are these packages
     sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here

@@ -11,7 +11,6 @@ from g2rpo.cli.arguments import Device, Family, Precision
 from g2rpo.cli.console import (
     positive_number,
     prompt_texts,
-    quiet_other_packages,
     resolution_of,
     search_current_folder,
     writable_folder,
@@ -89,7 +88,6 @@ def sample(
     number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     folder = writable_folder(out, "--out")
     size = resolution_of(resolution)
-    quiet_other_packages()
     search_current_folder()
     from g2rpo.data.prompts import Prompt
     from g2rpo.inference.sample import SampleRequest, sample_to_folder, share_of_first

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from g2rpo.cli.arguments import Device, RewardOptions
-from g2rpo.cli.console import print_table, quiet_other_packages, writable_folder
+from g2rpo.cli.console import print_table, writable_folder
 
 
 def score(
@@ -51,7 +51,6 @@ def score(
       g2rpo score --images drawn --map drawn.jsonl --rewards ocr,my_file:score --option ocr.exact=true
     """
     folder = writable_folder(out, "--out")
-    quiet_other_packages()
     sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that my_file:score finds ./my_file.py
     from g2rpo.evaluation.score_folder import score as score_folder
 

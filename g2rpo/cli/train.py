@@ -12,7 +12,6 @@ import typer
 from g2rpo.cli.arguments import Overrides, Recipe
 from g2rpo.cli.console import (
     print_table,
-    quiet_other_packages,
     recipe_and_overrides,
 )
 
@@ -36,7 +35,6 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
     from g2rpo.config.load import load_settings
 
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
-    quiet_other_packages()
     sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that rewards.my_file:score=1 finds ./my_file.py
     from g2rpo.runtime.processes import is_first_process
     from g2rpo.training.trainer import train as train_run
@@ -60,11 +58,12 @@ def _print_result(run: Run, settings: Settings) -> None:
         model = f"{shlex.quote(settings.weights)} --base {model}"
     prompts = shlex.quote(settings.eval_prompts or settings.prompts)
     sampling = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
+    family = f" --family {shlex.quote(settings.family)}" if settings.family else ""
     print(f"The run is in {settings.out}. Compare its images with those of its base, or export the model:")
-    print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}")
-    print(f"  g2rpo export {out}")
+    print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}{family}")
+    print(f"  g2rpo export {out}{family}")
     if settings.keep_best and (kept := kept_best(run.out))[0]:
-        print(f"  g2rpo export {out}/best    # {kept[0]}, the best by {kept[1]}")
+        print(f"  g2rpo export {out}/best{family}    # {kept[0]}, the best by {kept[1]}")
 
 
 def _scores(change: Change) -> tuple[str, ...]:

@@ -69,7 +69,6 @@ def compare(
     report_only: bool = False,
     command: str = "",
     say: Callable[[str], None] = print,
-    prepare: Callable[[], None] | None = None,
 ) -> Comparison:
     """Trains the missing runs and writes the report.
 
@@ -81,7 +80,7 @@ def compare(
         window: of the trailing mean over training rewards, in iterations.
         report_only: train nothing; without arms and runs, report on those of an earlier call.
         command: the command line, for the report.
-        say, prepare: as in `train_side_by_side`.
+        say: as in `train_side_by_side`.
 
     Raises:
         ValueError: invalid settings, or folders of other runs, before anything is trained; or no run has
@@ -123,7 +122,7 @@ def compare(
     if jobs_left and not report_only:
         if done := len(planned) - len(jobs_left):
             say(f"{done} of {len(planned)} runs are finished already")
-        ended = train_side_by_side(jobs_left, jobs, say, prepare)
+        ended = train_side_by_side(jobs_left, jobs, say)
         failed = ended.failed
         if ended.interrupted:
             return Comparison(out, failed, True)

@@ -56,7 +56,6 @@ def train_side_by_side(
     jobs: Sequence[Job],
     at_once: int,
     say: Callable[[str], None] = print,
-    prepare: Callable[[], None] | None = None,
 ) -> Ended:
     """Trains the jobs in order, `at_once` of them at a time.
 
@@ -66,7 +65,6 @@ def train_side_by_side(
         jobs: runs to train.
         at_once: number of jobs that run at the same time.
         say: receives a line when a job starts or ends.
-        prepare: runs first in each process; a function of a module, because it is sent by name.
     """
     waiting, running = list(jobs), dict[int, tuple[Job, Any]]()
     failed: dict[str, str] = {}
@@ -85,9 +83,7 @@ def train_side_by_side(
                         job = waiting.pop(0)
                         job.log.parent.mkdir(parents=True, exist_ok=True)
                         values = job.settings.model_dump()
-                        process = context.Process(
-                            target=_train, args=(values, job.log, slot, at_once, prepare)
-                        )
+                        process = context.Process(target=_train, args=(values, job.log, slot, at_once))
                         process.start()
                         running[slot] = job, process
                     if interrupt.requested:
@@ -140,9 +136,7 @@ def _reason(code: int, log: Path) -> str:
     return f"signal {signal.Signals(-code).name}{last}" if code < 0 else f"exit code {code}{last}"
 
 
-def _train(
-    values: dict[str, Any], log: Path, slot: int, at_once: int, prepare: Callable[[], None] | None
-) -> None:
+def _train(values: dict[str, Any], log: Path, slot: int, at_once: int) -> None:
     """Trains a run in this process; exit code 0: finished, 2: refused with a message, 130: stopped."""
     os.setsid()  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
@@ -152,8 +146,6 @@ def _train(
         os.dup2(file, number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that the log can be followed
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    if prepare is not None:
-        prepare()
     import torch
 
     from g2rpo.training.trainer import train

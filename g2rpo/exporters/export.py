@@ -28,6 +28,7 @@ from g2rpo.models.registry import find_model
 from g2rpo.run.folder import BEST
 from g2rpo.run.metrics import read_metrics
 from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.quiet import quiet_packages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,8 +46,8 @@ def export_run(
     Args:
         run: the run folder, RUN/best or RUN/checkpoints/step_….
         out: the folder to write; None: RUN/export, or RUN/export_best.
-        kind: a layout of the model family; "auto" is lora for runs that trained adapters, otherwise
-            diffusers.
+        kind: a layout of the model family; "auto" is its first layout of adapters for runs that trained
+            adapters, otherwise its first layout of all weights.
         dtype: of the written weights. bfloat16 halves the size, but its 8 significant bits can round away
             what a short training changed.
         family: the custom model family with which the run was trained.
@@ -121,7 +122,8 @@ def export_policy(
             f"cannot write to {out.parent} ({error.strerror}); give another folder: --out FOLDER"
         ) from error
     try:
-        writer.write(policy, unfinished, DTYPES[dtype])
+        with quiet_packages():
+            writer.write(policy, unfinished, DTYPES[dtype])
         record = {
             "base_model": settings.model,
             "guidance": policy.conditions.get("guidance"),
@@ -149,7 +151,13 @@ def _layout(family: ModelFamily, kind: str, adapters: bool) -> str:
         ValueError: the family has no such layout, or it holds only adapters and there are none.
     """
     if kind == "auto":
-        kind = "lora" if adapters else "diffusers"
+        fitting = [name for name, writer in family.writers.items() if writer.adapters == adapters]
+        if not fitting:
+            trained = "adapters" if adapters else "all weights"
+            raise ValueError(
+                f"this run trained {trained}, and the model family {family.name} has no layout for them"
+            )
+        kind = fitting[0]
     if kind not in family.writers:
         raise ValueError(f"kind={kind!r}: choose one of {', '.join(('auto', *family.writers))}")
     if family.writers[kind].adapters and not adapters:

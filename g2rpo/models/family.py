@@ -200,8 +200,8 @@ class ModelFamily:
         known: name on the hub -> built-in configurations, so that a run can be planned without access.
         random: "random:NAME" -> configurations of a model that is created with random weights.
         negative_prompt: negative prompt of classifier-free guidance, unless another one is given.
-        writers: name of an export layout -> its writer. "diffusers" and "lora" are the defaults for full
-            weights and for adapters.
+        writers: name of an export layout -> its writer. The default is the first one for all weights, and
+            for adapters the first one for adapters.
         usage: Markdown lines of the model card on how other programs load an export.
         architecture: the network as diffusers' class, for `g2rpo doctor --verify`; None: another one.
     """

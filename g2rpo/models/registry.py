@@ -16,6 +16,7 @@ from g2rpo.models.options import PolicyOptions
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.imports import check_not_injected, import_attribute
 from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.quiet import quiet_packages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,6 +129,7 @@ def _family_of(folder: Path, custom: str | None) -> ModelFamily:
     )
 
 
+@quiet_packages()
 def check_policy(
     name: str | Path,
     options: PolicyOptions | None = None,
@@ -146,6 +148,7 @@ def check_policy(
     found.check(files, _resolved(found, files, options or PolicyOptions()), mesh)
 
 
+@quiet_packages()
 def load_policy(
     name: str | Path,
     options: PolicyOptions | None = None,
@@ -176,6 +179,7 @@ def load_policy(
     return found.load(files, _resolved(found, files, options), resolved, mesh)
 
 
+@quiet_packages()
 def load_text_encoders(
     name: str | Path, options: PolicyOptions, device: torch.device, *, family: str | None = None
 ) -> TextEncoders:

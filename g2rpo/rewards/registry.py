@@ -19,6 +19,7 @@ from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.isolation import restored_state
 from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.runtime.text import did_you_mean
 
 REWARDS: dict[str, str] = {
@@ -59,7 +60,7 @@ def load_reward(
         ValueError: an unknown name, nothing usable at `module:attribute`, an unknown option, a reward for
             other media, or code that ends the program (RewardExited).
     """
-    with exits_reported(name, "while being created"), restored_state():
+    with exits_reported(name, "while being created"), restored_state(), quiet_packages():
         return _loaded(name, resolve_device(device), dict(options or {}), media)
 
 

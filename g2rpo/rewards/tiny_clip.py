@@ -14,6 +14,7 @@ from torch import Tensor
 
 from g2rpo.models.tiny import assets
 from g2rpo.rewards.base import Metadata, RewardSpec
+from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.world.contrast import image_features
 
 
@@ -24,8 +25,9 @@ class TinyClip:
         from transformers import AutoTokenizer, CLIPModel
 
         self.device = device
-        self.clip: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        with quiet_packages():
+            self.clip: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._text: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ from g2rpo.models.transformer.architecture import Architecture
 from g2rpo.models.transformer.lora_checks import inspect_lora
 from g2rpo.models.transformer.lora_keys import is_lora
 from g2rpo.models.transformer.weights import weight_file
+from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.setup.doctor import Row
 from g2rpo.setup.headers import AGAIN, Shapes, compared, dtypes, problems
 from g2rpo.setup.verify_rewards import REWARD_KINDS
@@ -39,6 +40,7 @@ WRAPPERS = ("model", "text_model", "language_model")
 """Parts of the keys of text encoders that differ between the files of versions of transformers."""
 
 
+@quiet_packages()
 def verify(path: str | Path, base: str | None = None, family: str | None = None) -> list[Row]:
     """Returns the rows of `g2rpo doctor --verify PATH`: one per valid file or part, one per problem.
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.runtime.quiet import quiet_packages
 
+
+@quiet_packages()
 def make_optimizer(parameters: Iterable[Tensor], settings: Any) -> torch.optim.Optimizer:
     """AdamW with the values of the settings; `adamw8bit` is torchao's, with moments in 8 bits."""
     arguments: dict[str, Any] = {

@@ -14,7 +14,7 @@ from support.trained_runs import PROMPTS, make_run, velocity
 
 from g2rpo.config.load import Settings
 from g2rpo.exporters.card import base_licence, model_card
-from g2rpo.exporters.export import DTYPES, export_policy, export_run
+from g2rpo.exporters.export import DTYPES, _layout, export_policy, export_run
 from g2rpo.inference.open import open_policy
 from g2rpo.models.family import Writer
 from g2rpo.models.flux.family import FAMILY
@@ -315,3 +315,11 @@ def test_float8_bases_are_exported_whole(base, tmp_path):
     )
     name = "transformer/diffusion_pytorch_model.safetensors"
     assert torch.equal(state["x_embedder.weight"], load_file(base / name)["x_embedder.weight"])
+
+
+def test_the_default_layout_is_the_first_that_fits():
+    writers = {"small": Writer(None, adapters=True), "own": Writer(None), "diffusers": Writer(None)}
+    family = replace(FAMILY, writers=writers)
+    assert [_layout(family, "auto", adapters) for adapters in (False, True)] == ["own", "small"]
+    with pytest.raises(ValueError, match="trained adapters, and the model family flux has no layout"):
+        _layout(replace(FAMILY, writers={"own": Writer(None)}), "auto", True)

@@ -18,6 +18,7 @@ from g2rpo.models.family import TextEncoders, Truncation
 from g2rpo.models.loading.files import component_class, fingerprint
 from g2rpo.models.loading.precision import DTYPES
 from g2rpo.models.policy import Conditioning
+from g2rpo.runtime.quiet import quiet_packages
 
 
 class FluxText(TextEncoders):
@@ -111,6 +112,7 @@ class FluxText(TextEncoders):
         )
         return batch.input_ids.to(self.device)
 
+    @quiet_packages()
     def _load(self) -> tuple[nn.Module, nn.Module]:
         if self._encoders is None:
             loaded = []

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from g2rpo.runtime.quiet import quiet_packages
+
 KEPT = ("norm", "_mod.", "lora_")
 """Parts of the names of modulations and adapters, which are not run in 8 bits."""
 
@@ -27,9 +29,10 @@ def float8_linears(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """
     linears = {module: module._parameters["weight"] for block in blocks for module in eligible_linears(block)}
     try:
-        for module, weight in linears.items():
-            assert weight is not None
-            module._parameters["weight"] = nn.Parameter(_quantised(weight.detach()), requires_grad=False)
+        with quiet_packages():  # torchao is imported for the first weight
+            for module, weight in linears.items():
+                assert weight is not None
+                module._parameters["weight"] = nn.Parameter(_quantised(weight.detach()), requires_grad=False)
         yield
     finally:
         for module, weight in linears.items():

@@ -19,6 +19,7 @@ from g2rpo.models.family import Truncation
 from g2rpo.models.loading.files import component_class, fingerprint
 from g2rpo.models.loading.precision import DTYPES
 from g2rpo.models.policy import Conditioning
+from g2rpo.runtime.quiet import quiet_packages
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -111,6 +112,7 @@ class QwenText:
         ids: list[list[int]] = self.tokenizer(texts, truncation=False, padding=False, verbose=False).input_ids
         return ids
 
+    @quiet_packages()
     def _load(self) -> nn.Module:
         if self._encoder is None:
             encoder = language_model(self.folder / "text_encoder", self.dtype)
