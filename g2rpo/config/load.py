@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError
+from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError, algorithm_defaults
 from g2rpo.config import checks
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
@@ -22,6 +22,9 @@ from g2rpo.runtime.text import did_you_mean
 __all__ = ["Settings", "load_settings", "read_settings", "check_same_run"]
 
 ALIASES = {"steps": "iterations"}
+
+OPTIONS = "options"
+"""Table of a recipe with options for algorithms other than its own: [options.NAME]."""
 
 NAMES_ELSEWHERE = {
     "learning_rate": "lr",
@@ -61,7 +64,8 @@ def load_settings(
     """
     text, name = recipe_text(recipe)
     given = _unalias(parse_overrides(overrides), "the overrides")
-    values = _options_once(apply_overrides(_unalias(parse_recipe(text, name), name), given), given)
+    written = _for_algorithm(_unalias(parse_recipe(text, name), name), given.get("algorithm"), name)
+    values = _options_once(apply_overrides(written, given), given)
     settings = _validated(values, name, given)
     if check_files:
         checks.check_files(settings)
@@ -85,6 +89,42 @@ def _unalias(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if alias in values and name in values:
             raise ValueError(f"{where}: {alias} and {name} are the same setting; give one")
     return {ALIASES.get(key, key): value for key, value in values.items()}
+
+
+def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> dict[str, Any]:
+    """The values of a recipe for the algorithm of an override.
+
+    A recipe that can also be run with another algorithm has a table [options.NAME] for it. Its entries apply
+    only with that algorithm, and then options of the recipe that the algorithm does not have are left out.
+
+    Args:
+        values: of the recipe.
+        requested: the algorithm of the overrides; None: there is none.
+        recipe: name of the recipe, for messages.
+
+    Raises:
+        ValueError: a table of another kind, or of an unknown algorithm or the recipe's own.
+    """
+    kept = {key: value for key, value in values.items() if key != OPTIONS}
+    tables = values.get(OPTIONS, {})
+    if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
+        raise ValueError(f"{recipe}: {OPTIONS} holds tables, such as [{OPTIONS}.NAME] for algorithm=NAME")
+    for algorithm, table in tables.items():
+        known = algorithm_defaults(algorithm)  # raises a ValueError for an unknown one
+        if unknown := [key for key in table if key not in known]:
+            raise ValueError(
+                f"{recipe}: [{OPTIONS}.{algorithm}] holds {unknown[0]!r}, which is no option of it"
+                f"{did_you_mean(unknown[0], known)}; its options are {', '.join(known)}"
+            )
+        if algorithm == kept.get("algorithm", Settings.model_fields["algorithm"].default):
+            raise ValueError(
+                f"{recipe}: [{OPTIONS}.{algorithm}] is for the recipe's own algorithm; write its options "
+                "above, outside the table"
+            )
+    if requested not in tables:
+        return kept
+    own = algorithm_defaults(requested)
+    return {k: v for k, v in kept.items() if k not in PRESET_OPTIONS or k in own} | dict(tables[requested])
 
 
 def _options_once(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

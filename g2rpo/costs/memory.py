@@ -83,10 +83,8 @@ def memory_of(
     tokens, width = shape.tokens, shape.width
 
     update_rows = min(settings.update_batch, groups * max(rows_per_step(settings, plan) for plan in plans))
-    # The backward of a block needs about 34 bytes per token and channel in 16 bits (Korthikanti et al.,
-    # arXiv:2205.05198, without the attention matrix, which is never stored); with recomputation, only the
-    # block's input.
-    block = update_rows * tokens * width * 17 * compute
+    # With recomputation, only the inputs of the blocks are stored, and one block at a time.
+    block = round(update_rows * tokens * width * shape.stored_widths * compute)
     networks = forwards_per_sample(settings)  # their graphs exist at the same time
     stored = block * shape.num_blocks * networks
     if settings.gradient_checkpointing:

@@ -43,6 +43,9 @@ class ModelShape:
         lora_params_per_rank: parameters of the adapters per unit of rank.
         forward_flops, decode_flops: floating-point operations of a forward and of decoding, per image.
         decoder_width: channels of the decoder at full resolution.
+        stored_widths: what a block keeps for its backward pass without recomputation, per token, in multiples
+            of `width` numbers of the compute dtype. The default is that of Korthikanti et al.
+            (arXiv:2205.05198), without the attention matrix, which is never stored.
     """
 
     height_px: int
@@ -60,6 +63,7 @@ class ModelShape:
     forward_flops: int
     decode_flops: int
     decoder_width: int
+    stored_widths: float = 17.0
 
     @property
     def tokens(self) -> int:

@@ -379,3 +379,53 @@ def test_toml_round_trip(table):
 def test_plain_text_needs_no_quotes(text):
     value = parse_value(text)
     assert value == text or text in ("true", "false", "none", "inf", "nan") or text in ("-inf", "-nan")
+
+
+OTHER = """
+algorithm = "g2rpo"
+num_steps = 6
+train_steps = 3
+granularities = [1]
+eta = 0.7
+lr = 3e-5
+
+[options.flow_grpo]
+window = 2
+"""
+
+
+def test_a_recipe_may_have_options_for_another_algorithm(tmp_path):
+    recipe = tmp_path / "two.toml"
+    recipe.write_text(OTHER)
+    own = load_settings(recipe)
+    assert (own.option("granularities"), own.option("window"), own.algorithm) == ([1], None, "g2rpo")
+    other = load_settings(recipe, ["algorithm=flow_grpo", "iterations=3"])
+    assert (other.option("window"), other.option("eta"), other.option("num_steps")) == (2, 0.7, 6)
+    assert "granularities" not in other.algorithm_options and other.lr == 3e-5
+    assert load_settings(recipe, ["algorithm=flow_grpo", "window=3"]).option("window") == 3
+    with pytest.raises(ValueError, match="takes no granularities"):  # the recipe has no table for it
+        load_settings(recipe, ["algorithm=dance_grpo"])
+    with pytest.raises(ValueError, match="takes no granularities"):  # of the override
+        load_settings(recipe, ["algorithm=flow_grpo", "granularities=[2]"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[options.flow_grp]\nwindow = 2", "unknown algorithm 'flow_grp'; did you mean 'flow_grpo'"),
+        ("[options.flow_grpo]\ngranularities = [2]", "holds 'granularities', which is no option of it"),
+        ("[options.g2rpo]\neta = 0.4", "is for the recipe's own algorithm"),
+        ("options = 3", r"holds tables, such as \[options.NAME\]"),
+    ],
+)
+def test_tables_of_options_that_fit_nothing(tmp_path, text, message):
+    recipe = tmp_path / "wrong.toml"
+    recipe.write_text(f"lr = 1e-5\n{text}\n")
+    with pytest.raises(ValueError, match=message):
+        load_settings(recipe)
+
+
+def test_the_demo_also_trains_by_another_objective():
+    settings = load_settings("tiny", ["algorithm=nft"])
+    assert settings.option("train_levels") == 3 and settings.option("num_steps") == 6
+    assert settings.make_algorithm().plan(0, 0).noise_steps == ()

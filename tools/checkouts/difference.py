@@ -128,6 +128,8 @@ def _values(found: Comparison, where: str, base: Any, new: Any) -> int:
     """Compares nested values; returns how many were. NaN equals NaN, 1 differs from 1.0 and 0.0 from -0.0."""
     if isinstance(base, dict) and isinstance(new, dict):
         base, new = ({key: value for key, value in one.items() if _is_compared(key)} for one in (base, new))
+        if where.endswith(", settings"):  # a setting that BASE lacks, at its default
+            new = {key: value for key, value in new.items() if value is not None or key in base}
         return sum(
             _values(found, f"{where}, {key}", base[key], new[key]) for key in found.names(where, base, new)
         )
