@@ -403,7 +403,9 @@ def test_a_recipe_may_have_options_for_another_algorithm(tmp_path):
     assert (other.option("window"), other.option("eta"), other.option("num_steps")) == (2, 0.7, 6)
     assert "granularities" not in other.algorithm_options and other.lr == 3e-5
     assert load_settings(recipe, ["algorithm=flow_grpo", "window=3"]).option("window") == 3
-    with pytest.raises(ValueError, match="takes no train_steps, granularities"):  # the recipe has no table for it
+    with pytest.raises(
+        ValueError, match="takes no train_steps, granularities"
+    ):  # the recipe has no table for it
         load_settings(recipe, ["algorithm=dance_grpo"])
     with pytest.raises(ValueError, match="takes no granularities"):  # of the override
         load_settings(recipe, ["algorithm=flow_grpo", "granularities=[2]"])

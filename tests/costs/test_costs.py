@@ -131,7 +131,7 @@ def test_an_update_batch_holds_rows_of_every_group(folder, options, rows_of_a_gr
 )
 def test_forwards_of_an_update(folder, options, passes):
     # true classifier-free guidance takes two forwards wherever one is counted
-    two = Settings(model=str(folder), iterations=2, true_cfg=2.0, **options)
+    two = Settings(model=str(folder), iterations=2, true_cfg=2.0, guidance=1.0, **options)
     guided = plan_costs(two, seconds_per_forward=1.0)
     costs = plan_costs(Settings(model=str(folder), iterations=2, **options), seconds_per_forward=1.0)
     assert costs.seconds["update"] == passes * costs.forwards["update"]
@@ -246,6 +246,8 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         plan_costs(settings.model_copy(update={"resolution": 18}))
     with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
         plan_costs(settings.model_copy(update={"max_sequence_length": 13}))
+    with pytest.raises(ValueError, match="its images would be guided twice"):
+        plan_costs(settings.model_copy(update={"true_cfg": 4.0}))
     with pytest.raises(ValueError, match=r"outside 1\.\.512"):
         model_shape("black-forest-labs/FLUX.1-dev", PolicyOptions(max_sequence_length=5000))
     with pytest.raises(ValueError, match="holds no model_index"):

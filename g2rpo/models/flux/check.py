@@ -29,6 +29,18 @@ def check_flux(files: ModelFiles, options: PolicyOptions, mesh: DeviceMesh | Non
         ValueError: a size or a text length that the model does not support, guidance of two kinds, layers
             without a match, or weights that do not fit.
     """
+    check_configs(files, options)
+    if options.weights or (options.lora_rank and options.lora_targets is not None):
+        meta_network(FLUX, files.config("transformer"), Training(options, mesh))
+
+
+def check_configs(files: ModelFiles, options: PolicyOptions) -> None:
+    """Checks what the configuration files alone can tell, which is also what a plan needs.
+
+    Raises:
+        ValueError: another kind of transformer, a size or a text length that the model does not support, or
+            guidance of two kinds.
+    """
     config = files.config("transformer")
     if (name := config.get("_class_name", FLUX.network)) != FLUX.network:
         raise ValueError(f"{files.name}: the transformer is a {name}, not a {FLUX.network}")
@@ -41,8 +53,6 @@ def check_flux(files: ModelFiles, options: PolicyOptions, mesh: DeviceMesh | Non
             f"distilled for guidance: its images would be guided twice: set true_cfg=1, or guidance to at "
             f"most {MAX_GUIDANCE_WITH_CFG}"
         )
-    if options.weights or (options.lora_rank and options.lora_targets is not None):
-        meta_network(FLUX, config, Training(options, mesh))
 
 
 def token_limit(files: ModelFiles) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from g2rpo.models.family import ModelFiles, ModelShape
-from g2rpo.models.flux.check import token_limit
+from g2rpo.models.flux.check import check_configs, token_limit
 from g2rpo.models.flux.known import FLUX_1_DEV
 from g2rpo.models.flux.latents import checked_size
 from g2rpo.models.flux.layout import MLP_RATIO
@@ -164,6 +164,7 @@ def shape_of_files(files: ModelFiles, options: PolicyOptions) -> ModelShape:
     Raises:
         ValueError: the model does not support an option.
     """
+    check_configs(files, options)
     configs = {part: files.config(part) for part in FLUX_1_DEV}
     (height_px, width_px), _ = checked_size(options.resolution, configs["vae"])
     return shape_of(

@@ -42,6 +42,18 @@ def check_qwen_image(files: ModelFiles, options: PolicyOptions, mesh: DeviceMesh
             match, or weights do not fit.
     """
     check_diffusers(version("diffusers"))
+    check_configs(files, options)
+    if options.weights or (options.lora_rank and options.lora_targets is not None):
+        meta_network(QWEN_IMAGE, files.config("transformer"), Training(options, mesh))
+
+
+def check_configs(files: ModelFiles, options: PolicyOptions) -> None:
+    """Checks what the configuration files alone can tell, which is also what a plan needs.
+
+    Raises:
+        ValueError: the transformer or the VAE is of another kind, or a size, a text length or the kind of
+            guidance is not supported.
+    """
     transformer, vae = files.config("transformer"), files.config("vae")
     for part, config, kind in (
         ("transformer", transformer, QWEN_IMAGE.network),
@@ -52,8 +64,6 @@ def check_qwen_image(files: ModelFiles, options: PolicyOptions, mesh: DeviceMesh
     checked_size(options.resolution, vae)
     checked_length(options.max_sequence_length)
     _check_transformer(files.name, transformer, options)
-    if options.weights or (options.lora_rank and options.lora_targets is not None):
-        meta_network(QWEN_IMAGE, transformer, Training(options, mesh))
 
 
 def check_diffusers(installed: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from g2rpo.models.family import ModelFiles, ModelShape
 from g2rpo.models.options import PolicyOptions
+from g2rpo.models.qwen_image.check import check_configs
 from g2rpo.models.qwen_image.known import QWEN_IMAGE
 from g2rpo.models.qwen_image.latents import checked_size
 from g2rpo.models.qwen_image.network import LORA_TARGETS
@@ -40,6 +41,7 @@ def shape_of(files: ModelFiles, options: PolicyOptions) -> ModelShape:
     Raises:
         ValueError: the model does not support the resolution, max_sequence_length or a LoRA target.
     """
+    check_configs(files, options)
     transformer = {**QWEN_IMAGE["transformer"], **files.config("transformer")}
     vae = {**QWEN_IMAGE["vae"], **files.config("vae")}
     (height_px, width_px), (rows, columns) = checked_size(options.resolution, vae)
