@@ -163,9 +163,11 @@ class Trainer:
         # Before the policy: on a small GPU both do not fit.
         embed_missing(settings, prompts.texts, device, policy)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
-        self.policy: Policy = policy or load_policy(
-            settings.model, options, device=settings.device, mesh=mesh, family=settings.family
-        )
+        if policy is None:
+            policy = load_policy(
+                settings.model, options, device=settings.device, mesh=mesh, family=settings.family
+            )
+        self.policy = policy
         self.cache = EmbeddingCache(settings.cache)
         if self.policy.negative_prompt is not None:
             self.policy.set_negative(self.cache.get(self.policy, [self.policy.negative_prompt]))
@@ -175,9 +177,8 @@ class Trainer:
         self._copy_initial_weights()
         self.step = 0
         self.mid_update = False  # then the weights are not those of `step` iterations
-        self.checkpoint_seconds: dict[
-            str, float
-        ] = {}  # of the checkpoint before; the next line of metrics tells it
+        # Of the checkpoint before; the next line of metrics tells it.
+        self.checkpoint_seconds: dict[str, float] = {}
         self.evaluator = Evaluator(
             self.policy,
             {name: reward for name, reward in self.rewards.items() if not reward.groupwise},
