@@ -171,6 +171,7 @@ def test_a_run_of_an_own_algorithm_is_sampled_and_exported_without_its_code(draw
     assert refused.returncode == 2 and "no module 'own_algorithm'" in refused.stderr
 
 
+@pytest.mark.long
 def test_an_own_algorithm_is_compared(drawn, folder):
     arm = f"again=small.toml {DRAWN} drawn_steps=2 strides=[1]"
     done(

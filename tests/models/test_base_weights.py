@@ -178,10 +178,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(base, files, tmp
         "other rows": (state | {key: torch.zeros(95, 32)}, "img_attn.qkv.weight has 95 rows, not 96"),
         "other columns": (state | {key: torch.zeros(96, 31)}, r"has shape \(32, 31\), not \(32, 32\)"),
     }
-    for part in ("load_rewards", "embed_missing", "load_policy"):
-        monkeypatch.setattr(
-            f"g2rpo.training.trainer.{part}", lambda *_, **__: pytest.fail("loaded something")
-        )
+    for part in ("components.load_rewards", "trainer.embed_missing", "trainer.load_policy"):
+        monkeypatch.setattr(f"g2rpo.training.{part}", lambda *_, **__: pytest.fail("loaded something"))
     words = [*SMALL, f"model={base}", f"out={tmp_path / 'run'}", f"cache={tmp_path / 'cache'}"]
     for name, (given, message) in cases.items():
         save_file(given, file := tmp_path / f"{name}.safetensors")

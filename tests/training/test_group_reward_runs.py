@@ -103,6 +103,7 @@ def test_a_run_of_win_rates_by_the_command_is_resumed_bit_for_bit(run, tmp_path,
     assert [line["step"] for line in resumed] == [1, 2] and timeless(resumed) == timeless(whole.metrics)
 
 
+@pytest.mark.long
 def test_a_judge_that_breaks_down_stops_the_run_and_mended_it_goes_on(run, tmp_path):
     (tmp_path / "broken").touch()
     message = (

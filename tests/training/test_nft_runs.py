@@ -25,6 +25,9 @@ NFT = {
     "train_steps": None,
     "granularities": None,
     "eta": None,
+    "nft_beta": 1.0,
+    "advantage_std": "batch",
+    "kl_beta": 1e-4,
     "lr": 1e-3,
     "rewards": {"colourfulness": 1.0},
 }
