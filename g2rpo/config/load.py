@@ -109,6 +109,12 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
     tables = values.get(OPTIONS, {})
     if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
         raise ValueError(f"{recipe}: {OPTIONS} holds tables, such as [{OPTIONS}.NAME] for algorithm=NAME")
+    own = kept.get("algorithm", Settings.model_fields["algorithm"].default)
+    if own in tables:
+        raise ValueError(
+            f"{recipe}: [{OPTIONS}.{own}] is for the recipe's own algorithm; write its options above, outside "
+            "the table"
+        )
     for algorithm, table in tables.items():
         known = algorithm_defaults(algorithm)  # raises a ValueError for an unknown one
         if unknown := [key for key in table if key not in known]:
@@ -116,15 +122,11 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
                 f"{recipe}: [{OPTIONS}.{algorithm}] holds {unknown[0]!r}, which is no option of it"
                 f"{did_you_mean(unknown[0], known)}; its options are {', '.join(known)}"
             )
-        if algorithm == kept.get("algorithm", Settings.model_fields["algorithm"].default):
-            raise ValueError(
-                f"{recipe}: [{OPTIONS}.{algorithm}] is for the recipe's own algorithm; write its options "
-                "above, outside the table"
-            )
     if requested not in tables:
         return kept
-    own = algorithm_defaults(requested)
-    return {k: v for k, v in kept.items() if k not in PRESET_OPTIONS or k in own} | dict(tables[requested])
+    options = algorithm_defaults(requested)
+    shared = {key: v for key, v in kept.items() if key not in PRESET_OPTIONS or key in options}
+    return shared | dict(tables[requested])
 
 
 def _options_once(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class ModelShape:
         forward_flops, decode_flops: floating-point operations of a forward and of decoding, per image.
         decoder_width: channels of the decoder at full resolution.
         stored_widths: what a block keeps for its backward pass without recomputation, per token, in multiples
-            of `width` numbers of the compute dtype. The default is that of Korthikanti et al.
-            (arXiv:2205.05198), without the attention matrix, which is never stored.
+            of `width` numbers of the compute dtype. The default is that of Korthikanti et al. (their paper is
+            arXiv 2205.05198), without the attention matrix, which is never stored.
     """
 
     height_px: int
