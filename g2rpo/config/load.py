@@ -112,8 +112,8 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
     own = kept.get("algorithm", Settings.model_fields["algorithm"].default)
     if own in tables:
         raise ValueError(
-            f"{recipe}: [{OPTIONS}.{own}] is for the recipe's own algorithm; write its options above, outside "
-            "the table"
+            f"{recipe}: [{OPTIONS}.{own}] is for the recipe's own algorithm; write its options above, "
+            "outside the table"
         )
     for algorithm, table in tables.items():
         known = algorithm_defaults(algorithm)  # raises a ValueError for an unknown one
