@@ -377,13 +377,13 @@ def compare(
 
 
 def _settings(recipe: "str | Path | Settings | None", overrides: "Mapping[str, SettingValue]") -> "Settings":
-    from g2rpo.config.load import load_settings
+    from g2rpo.config.load import checked_settings, load_settings
     from g2rpo.config.settings import Settings
 
     given = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
     if not isinstance(recipe, Settings):
         return load_settings(recipe, given)
-    return Settings.model_validate(recipe.model_dump() | given)
+    return checked_settings(recipe, given)
 
 
 def _prompts(prompts: str | Sequence[str]) -> "tuple[Any, ...]":

@@ -53,8 +53,8 @@ class DiffusionNFT(Algorithm):
     update: Literal["once", "per_step"] | Annotated[int, Field(ge=2)] = "once"
     """'once', 'per_step', or the number of minibatches per group: one optimizer step per iteration, one per
     noise level, or one per minibatch of members."""
-    lag: Literal["none", "linear", "delayed", "constant", "ramp"] = "linear"
-    """Share d of the behaviour weights, which make the rollouts, that is kept after iteration n. none: 0, the
+    lag: Literal["off", "linear", "delayed", "constant", "ramp"] = "linear"
+    """Share d of the behaviour weights, which make the rollouts, that is kept after iteration n. off: 0, the
     rollouts are by the current weights; linear: min(0.001 n, 0.5); delayed: 0 for 75 iterations, then rising
     by 0.0075 up to 0.999; constant: lag_max; ramp: min(lag_rate max(n - lag_flat, 0), lag_max). These are the
     released types 0, 1 and 2, and two general ones."""

@@ -12,7 +12,7 @@ the settings reference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform, overload
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -67,6 +67,12 @@ def options(cls: type[T] | None = None, /, **defaults: Any) -> type[T] | Callabl
             cls.__annotations__ = {**vars(cls).get("__annotations__", {}), name: annotation}
             setattr(cls, name, default)
         made: Any = dataclass(frozen=True, kw_only=True, config=CONFIG)(cls)
+        missing = [name for name, default in defaults_of(made).items() if default is dataclasses.MISSING]
+        if missing:
+            raise ValueError(
+                f"{cls.__name__}: option {missing[0]!r} has no default; give it one, because a recipe need "
+                "not set it"
+            )
         return made
 
     return decorated if cls is None else decorated(cls)
@@ -75,6 +81,32 @@ def options(cls: type[T] | None = None, /, **defaults: Any) -> type[T] | Callabl
 def defaults_of(algorithm: type[Any]) -> dict[str, Any]:
     """Returns the options of a class with their defaults, in the order of their declaration."""
     return {field.name: field.default for field in dataclasses.fields(algorithm)}
+
+
+def plain_options(algorithm: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as values that TOML has; those that are None are left out.
+
+    Args:
+        algorithm: name of the algorithm, for the message.
+        values: option -> value.
+
+    Raises:
+        ValueError: an option has a value of a type that config.toml cannot hold.
+    """
+    return {name: _plain(algorithm, name, value) for name, value in values.items() if value is not None}
+
+
+def _plain(algorithm: str, name: str, value: Any) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(algorithm, name, entry) for entry in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(algorithm, name, entry) for key, entry in value.items()}
+    raise ValueError(
+        f"algorithm={algorithm!r}: option {name!r} holds a {type(value).__name__}, which config.toml cannot "
+        "record; use numbers, text, booleans, and lists or tables of them"
+    )
 
 
 def descriptions_of(algorithm: type[Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import G2RPO, G2RPOSingle
 from g2rpo.algorithms.mix_grpo import MixGRPO
 from g2rpo.algorithms.nft import DiffusionNFT
-from g2rpo.algorithms.options import defaults_of
+from g2rpo.algorithms.options import defaults_of, plain_options
 from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.text import did_you_mean
 
@@ -122,12 +122,7 @@ def complete_options(
         ValueError: as `make_algorithm`.
     """
     made = make_algorithm(algorithm, options, similar)
-    values = {name: getattr(made, name) for name in defaults_of(type(made))}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    return plain_options(algorithm, {name: getattr(made, name) for name in defaults_of(type(made))})
 
 
 def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:

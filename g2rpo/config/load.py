@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError, algorithm_defaults
+from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError, algorithm_defaults, is_custom
 from g2rpo.config import checks
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
@@ -72,6 +72,21 @@ def load_settings(
     return settings
 
 
+def checked_settings(settings: Settings, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Applies overrides to settings, and checks that all values fit together.
+
+    Args:
+        settings: settings, also those whose values were replaced without a check.
+        overrides: as for `load_settings`.
+
+    Raises:
+        ValueError: as `load_settings`.
+    """
+    given = _unalias(parse_overrides(overrides or {}), "the overrides")
+    values = {key: value for key, value in settings.model_dump().items() if value is not None}
+    return _validated(_options_once(apply_overrides(values, given), given), "the settings", given)
+
+
 def read_settings(run: str | Path) -> Settings:
     """Loads the settings of a run folder from its config.toml.
 
@@ -116,6 +131,8 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
             "outside the table"
         )
     for algorithm, table in tables.items():
+        if is_custom(algorithm) and algorithm != requested:
+            continue  # reading a file imports no code that nobody asked for
         known = algorithm_defaults(algorithm)  # raises a ValueError for an unknown one
         if unknown := [key for key in table if key not in known]:
             raise ValueError(

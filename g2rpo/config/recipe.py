@@ -111,7 +111,7 @@ def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, A
                 f"override {override!r} is not key=value, such as lr=1e-5 or rewards.tiny_clip=0.5"
             )
         try:
-            parsed[key.strip()] = parse_value(text.strip())
+            parsed[key.strip()] = parse_value(text.strip()) if text.strip() else text  # blanks may be meant
         except ValueError as error:
             raise ValueError(f"override {override!r}: {error}; in a shell, quote it: '{override}'") from None
     return parsed

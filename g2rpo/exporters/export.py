@@ -159,7 +159,7 @@ def _layout(family: ModelFamily, kind: str, adapters: bool) -> str:
             )
         kind = fitting[0]
     if kind not in family.writers:
-        raise ValueError(f"kind={kind!r}: choose one of {', '.join(('auto', *family.writers))}")
+        raise ValueError(f"layout={kind!r}: choose one of {', '.join(('auto', *family.writers))}")
     if family.writers[kind].adapters and not adapters:
         others = " or ".join(name for name, writer in family.writers.items() if not writer.adapters)
         raise ValueError(

@@ -111,7 +111,8 @@ class Loss:
         mean: name -> scalar, the mean over the rows; averaged over rows, optimizer steps and processes.
         max: name -> scalar; the largest of all rows, optimizer steps and processes is reported.
         by_step: name -> (noise step of each row, int64 [n]; value of each row [n]); the mean over the rows of
-            step k is reported as `name/k`. A row whose value is NaN does not count.
+            step k is reported as `name/k`, with several processes the largest of their means. A row whose
+            value is NaN does not count.
     """
 
     value: Tensor

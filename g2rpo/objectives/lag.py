@@ -35,7 +35,7 @@ class Lag:
 
 
 LAGS = {
-    "none": Lag(0.0),
+    "off": Lag(0.0),
     "linear": Lag(0.5, rate=0.001),
     "delayed": Lag(0.999, rate=0.0075, flat=75),
 }

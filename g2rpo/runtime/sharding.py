@@ -8,7 +8,7 @@ dtype, so its forwards do not communicate, and the processes need not run in ste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from g2rpo.runtime.processes import world_size
+
+
+def check_sharded(parameters: Mapping[str, Tensor]) -> None:
+    """Checks that the processes train one model together, and not one each.
+
+    Args:
+        parameters: name -> trained parameter.
+
+    Raises:
+        ValueError: there are several processes, and a parameter is not sharded over them.
+    """
+    plain = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    if world_size() > 1 and plain:
+        raise ValueError(
+            f"{len(plain)} trained parameters ({plain[0]}, …) are not sharded over the {world_size()} "
+            "processes, so each process would train a model of its own: start one process, or let the policy "
+            "or the `load` of its family shard them over the device mesh (runtime/sharding.py)"
+        )
 
 
 def sharding_mesh(device: torch.device, shard_size: int | None = None) -> DeviceMesh | None:

@@ -6,14 +6,18 @@ command that needs the object later says which argument of `Trainer` to give.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from g2rpo.algorithms.base import Algorithm
+from g2rpo.algorithms.options import plain_options
 from g2rpo.config.checks import check_groupwise
+from g2rpo.config.load import checked_settings
 from g2rpo.config.settings import Settings
 from g2rpo.models.policy import Policy
 from g2rpo.rewards.base import GroupReward, Reward, is_groupwise
@@ -48,13 +52,14 @@ class Components:
             settings = settings.resolved(custom=True)
         else:
             name = f"{INJECTED}{type(self.algorithm).__name__}"
-            options = _options_of(self.algorithm)
+            options = _options_of(name, self.algorithm)
             settings = settings.model_copy(update={"algorithm": name, "algorithm_options": options})
         if self.rewards is not None:
             if not self.rewards:
                 raise ValueError("rewards={}: give at least one reward, as name -> reward")
             weights = {INJECTED + name: settings.rewards.get(INJECTED + name, 1.0) for name in self.rewards}
-            settings = settings.model_copy(update={"rewards": weights})
+            kept = {n: o for n, o in settings.reward_options.items() if n in settings.eval_rewards}
+            settings = settings.model_copy(update={"rewards": weights, "reward_options": kept})
         if settings.rollout_batch == "auto" and (self.policy is not None or self.algorithm is not None):
             raise ValueError(
                 "rollout_batch='auto' follows from a named model and algorithm; with an object in place of "
@@ -63,7 +68,8 @@ class Components:
         if self.policy is not None:
             name = f"{INJECTED}{type(self.policy).__name__}"
             settings = settings.model_copy(update={"model": name, "family": None})
-        return settings
+        # With an object in their place, settings that referred to a named component may no longer fit.
+        return checked_settings(settings)
 
     def make_algorithm(self, settings: Settings) -> Algorithm:
         """Returns the given algorithm, or that of the settings."""
@@ -83,13 +89,17 @@ class Components:
         return {name: CheckedReward(name, reward) for name, reward in given.items()} | loaded
 
 
-def _options_of(algorithm: Algorithm) -> dict[str, Any]:
-    """Returns the options of an algorithm as values that TOML has; those that are None are left out."""
+def fingerprint(parameters: Mapping[str, Tensor]) -> str:
+    """Returns the sha256 (64 hex digits) of the names and values of parameters, which are read once."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters.items():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _options_of(name: str, algorithm: Algorithm) -> dict[str, Any]:
+    """Returns the options of an algorithm under its recorded name as values that TOML has."""
     if not is_dataclass(algorithm):
         return {}
-    values = {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if isinstance(value, bool | int | float | str | tuple)
-    }
+    return plain_options(name, {field.name: getattr(algorithm, field.name) for field in fields(algorithm)})

@@ -60,9 +60,9 @@ from g2rpo.runtime.processes import (
 )
 from g2rpo.runtime.progress import RunProgress
 from g2rpo.runtime.random import random_state, seed_everything
-from g2rpo.runtime.sharding import sharding_mesh
+from g2rpo.runtime.sharding import check_sharded, sharding_mesh
 from g2rpo.runtime.timing import Timer, peak_memory
-from g2rpo.training.components import Components
+from g2rpo.training.components import Components, fingerprint
 from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
@@ -163,6 +163,7 @@ class Trainer:
         # Before the policy: on a small GPU both do not fit.
         embed_missing(settings, prompts.texts, device, policy)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
+        given_policy = policy is not None
         if policy is None:
             policy = load_policy(
                 settings.model, options, device=settings.device, mesh=mesh, family=settings.family
@@ -173,6 +174,7 @@ class Trainer:
             self.policy.set_negative(self.cache.get(self.policy, [self.policy.negative_prompt]))
         self.sigmas = shifted_sigmas(self.algorithm.num_steps, self.algorithm.shift)
         self.parameters = trained_parameters(self.policy)
+        self._check_weights(given_policy, kept.get("initial"))
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self._copy_initial_weights()
         self.step = 0
@@ -188,6 +190,22 @@ class Trainer:
             self.rollout_batch,
         )
         self.evaluation_plan = prompts.evaluation
+
+    def _check_weights(self, given_policy: bool, stored: str | None) -> None:
+        """Checks the weights before training.
+
+        Args:
+            given_policy: the policy was given as an object. A named model is the same at every start; an
+                object may have been trained in the meantime.
+            stored: fingerprint of the weights with which the resumed run began; None: none was stored.
+        """
+        check_sharded(self.parameters)
+        self.initial = fingerprint(self.parameters) if given_policy else ""
+        if given_policy and stored is not None and stored != self.initial:
+            raise ValueError(
+                f"{self.out} began with other weights than those of the given policy; give a policy with the "
+                "weights from before the training: the checkpoint brings the trained ones"
+            )
 
     def _copy_initial_weights(self) -> None:
         """Copies the weights before training; must precede `_restore`, which loads those of a checkpoint.
@@ -429,6 +447,7 @@ class Trainer:
             return mark_best(self.out, self.step, reward) if reward is not None else None
         state: dict[str, Any] = {"module": root_module(self.policy), "optimizer": self.optimizer}
         state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
+        state |= {"initial": self.initial} if self.initial else {}
         state |= self._copies()
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
         with self.interrupt.deferred():  # half a checkpoint is none

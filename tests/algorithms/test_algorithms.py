@@ -1,5 +1,6 @@
 import inspect
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.methods import GRPO_METHODS
@@ -9,6 +10,7 @@ from g2rpo.algorithms.dance_grpo import DanceGRPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import G2RPO, G2RPOSingle
 from g2rpo.algorithms.mix_grpo import MixGRPO
+from g2rpo.algorithms.options import options, plain_options
 from g2rpo.algorithms.registry import PRESETS
 from g2rpo.rollouts.rules import EveryStep, Singular, Window
 
@@ -155,3 +157,18 @@ def test_what_a_row_of_the_update_costs():
 def test_tails_so_coarse_that_policies_collapsed_are_told(made, said):
     warning = coarse_tails_warning(made.plan(0, 0))
     assert warning.startswith(said) and bool(warning) == bool(said)
+
+
+def test_options_without_a_default_are_refused_where_they_are_declared():
+    with pytest.raises(ValueError, match=r"Incomplete: option 'must' has no default"):
+
+        @options
+        class Incomplete(G2RPO):
+            must: float
+
+
+def test_nested_options_are_recorded_as_toml_has_them():
+    nested = {"pairs": ((1, 2), (3,)), "table": {"a": (0.5,)}, "left_out": None}
+    assert plain_options("mine:Own", nested) == {"pairs": [[1, 2], [3]], "table": {"a": [0.5]}}
+    with pytest.raises(ValueError, match="algorithm='mine:Own': option 'path' holds a PosixPath, which"):
+        plain_options("mine:Own", {"path": Path("x")})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import run_command
+from support.processes import run_command, run_processes
 from support.small_runs import quiet, timeless
 from support.user_script import Brightest, Field, Plain, Red, trainer
 
@@ -223,3 +223,42 @@ def test_a_given_algorithm_does_not_prevent_sampling(tmp_path):
     small = settings(tmp_path, iterations=1, group_size=2, prompts_per_iteration=1)
     run = g2rpo.Trainer(small, rewards={"red": Red()}, algorithm=Plain()).run()
     assert g2rpo.sample(run.out, ["a red circle"], steps=1, device="cpu").shape == (1, 3, 64, 64)
+
+
+def test_a_given_policy_must_have_the_weights_from_before_the_training(tmp_path):
+    """Otherwise the reference of a KL, and the average, would begin at trained weights."""
+    policy, rewards = Field(), {"red": Red(), "brightest": Brightest()}
+    given = {"policy": policy, "rewards": rewards, "algorithm": Plain()}
+    assert g2rpo.Trainer(settings(tmp_path, stop_after=1), **given).run().step == 1
+    with pytest.raises(ValueError, match="began with other weights than those of the given policy"):
+        g2rpo.Trainer(settings(tmp_path), **given)
+
+
+def test_settings_of_replaced_rewards_do_not_remain(tmp_path):
+    named = {"own_reward:Colour": 1.0}
+    options = {"own_reward:Colour": {"rgb": [1.0, 0.0, 0.0]}}
+    replaced = settings(tmp_path, rewards=named, reward_options=options, iterations=1)
+    run = g2rpo.Trainer(replaced, policy=Field(), rewards={"red": Red()}, algorithm=Plain()).run()
+    assert g2rpo.load_settings(run.out / "config.toml").reward_options == {}
+    kept = {"keep_best": "colourfulness", "eval_every": 1, "eval_prompts": "world:demo"}
+    best = settings(tmp_path, rewards={"colourfulness": 1.0}, **kept)
+    with pytest.raises(ValueError, match="keep_best='colourfulness' is not evaluated"):
+        g2rpo.Trainer(best, policy=Field(), rewards={"red": Red()}, algorithm=Plain())
+
+
+def test_settings_take_overrides_as_a_recipe_does(tmp_path):
+    given = settings(tmp_path, lora_rank=2, lora_alpha=3.0)
+    again = g2rpo._settings(given, {"lora_alpha": None, "rewards.tiny_clip": 0.5, "eta": 0.4})
+    assert (again.lora_alpha, again.rewards["tiny_clip"], again.option("eta")) == (None, 0.5, 0.4)
+    with pytest.raises(ValueError, match="there is no setting 'itrations'; did you mean 'iterations'"):
+        g2rpo.train(given, itrations=3)
+
+
+def trains_alone(folder: str) -> None:
+    trainer(settings(Path(folder), rollout_batch=4)).run()
+
+
+def test_a_policy_that_is_not_sharded_trains_in_one_process_only(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue stars\n")
+    for code, output in run_processes(2, trains_alone, str(tmp_path), log=tmp_path / "logs"):
+        assert code and "are not sharded over the 2 processes" in output

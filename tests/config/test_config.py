@@ -431,3 +431,19 @@ def test_the_demo_also_trains_by_another_objective():
     settings = load_settings("tiny", ["algorithm=nft"])
     assert settings.option("train_levels") == 3 and settings.option("num_steps") == 6
     assert settings.make_algorithm().plan(0, 0).noise_steps == ()
+
+
+def test_a_table_for_a_class_of_ones_own_imports_nothing_until_it_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_settings("tiny", {"out": str(tmp_path)}).to_toml()
+    text = load_settings("tiny").to_toml() + '\n[options."planted:Mine"]\neta = 0.5\n'
+    (tmp_path / "config.toml").write_text(text)
+    assert read_settings(tmp_path) == load_settings("tiny").resolved()
+    assert load_settings(tmp_path / "config.toml").algorithm == "g2rpo"
+    with pytest.raises(SystemExit, match="imported"):
+        load_settings(tmp_path / "config.toml", ["algorithm=planted:Mine"])
+
+
+def test_blanks_may_be_meant():
+    assert load_settings(None, ["true_cfg=2", "negative_prompt= "]).negative_prompt == " "

@@ -164,7 +164,7 @@ def test_what_a_user_can_get_wrong(base, tmp_path):
     for kind in ("lora", "comfyui"):
         with pytest.raises(ValueError, match="no LoRA; use the layout diffusers or single_file"):
             export_run(run, kind=kind)
-    with pytest.raises(ValueError, match="kind='onnx': choose one of auto, diffusers, lora, single_file"):
+    with pytest.raises(ValueError, match="layout='onnx': choose one of auto, diffusers, lora, single_file"):
         export_run(run, kind="onnx")
     with pytest.raises(ValueError, match="dtype='int8'"):
         export_run(run, dtype="int8")

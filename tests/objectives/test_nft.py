@@ -77,7 +77,7 @@ def test_general_lags():
     assert DiffusionNFT(lag="constant", lag_max=0.9).lag_schedule() == Lag(0.9)
     ramp = DiffusionNFT(lag="ramp", lag_max=0.8, lag_rate=0.1, lag_flat=5).lag_schedule()
     assert [ramp(n) for n in (0, 5, 6, 13, 99)] == pytest.approx([0, 0, 0.1, 0.8, 0.8])
-    assert DiffusionNFT(lag="none").lag_schedule()(50) == 0
+    assert DiffusionNFT(lag="off").lag_schedule()(50) == 0
 
 
 def test_rows_are_noised_clean_latents_at_levels_of_their_own():

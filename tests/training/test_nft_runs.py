@@ -69,7 +69,7 @@ def test_the_behaviour_weights_lag_and_make_the_rollouts(run, tmp_path):
 
 
 def test_without_lag_the_behaviour_is_the_current_policy(run):
-    done = run(iterations=2, lag="none", kl_beta=0.0)
+    done = run(iterations=2, lag="off", kl_beta=0.0)
     saved = stored(done.out, 2)
     names = [name for name in saved if name.startswith("behaviour.")]
     assert names and all(torch.equal(saved[n], saved[n.replace("behaviour.", "module.")]) for n in names)
