@@ -61,6 +61,7 @@ def test_a_script_that_uses_the_api_passes_mypy_strict():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_types_of_the_api_are_checked(tmp_path):
     """Without the types the test above would accept anything."""
     script = tmp_path / "wrong.py"

@@ -176,7 +176,8 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_no_batch_size_and_no_text_length_compiles_anew(folder, lora_rank, monkeypatch):
     graphs = []
 

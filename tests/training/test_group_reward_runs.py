@@ -90,6 +90,7 @@ def test_a_judge_of_single_images_trains_as_the_pointwise_reward_does(run):
     assert not any(name.startswith("anchor_reward/") for name in line)
 
 
+@pytest.mark.long
 def test_a_run_of_win_rates_by_the_command_is_resumed_bit_for_bit(run, tmp_path, cache):
     whole = run("whole", "win_rate")
     # In a cell of 3 with every pair compared once, the win rates sum to 3/2.

@@ -175,7 +175,8 @@ def test_a_killed_run_goes_on_bit_for_bit(run, tmp_path, cache):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("lora_rank", [0, 2])
 def test_two_processes_train_what_one_trains(run, tmp_path, cache, lora_rank):
     changes = {"iterations": 2, "precision": "float64", "kl_beta": 0.01, "lora_rank": lora_rank}
     changes |= {"update": 2, "update_batch": 1, "cache": cache, **LAGGING}
