@@ -161,6 +161,8 @@ class Lineup:
         policy = self.request.open(self.models[label], self.conditions)
         if self.conditions is None:
             self.conditions = policy.conditions
+            for other in self.models.values():  # before the first model has sampled everything
+                self.request.check(other, self.conditions)
         if self.shift is None:
             self.shift = policy.pipeline_shift()
         self.write()

@@ -277,13 +277,17 @@ class SampleRequest:
         conditions = requested | dict(first_conditions or {})
         return open_policy(model, base=self.base, device=self.device, family=self.family, **conditions)
 
-    def check(self, model: str) -> None:
+    def check(self, model: str, first_conditions: Mapping[str, Any] | None = None) -> None:
         """Checks, before any weight is read, that a model can be opened under the requested conditions.
+
+        Args:
+            first_conditions: those of the first model, which the others share, where they are known.
 
         Raises:
             ValueError: as `check_model`.
         """
-        check_model(model, self.base, conditions=self.conditions, family=self.family)
+        conditions = {**self.conditions, **(first_conditions or {})}
+        check_model(model, self.base, conditions=conditions, family=self.family)
 
     def images(self, policy: Policy) -> Tensor:
         """Samples the images of one policy: [prompts * num_images, 3, H, W], prompt by prompt."""
@@ -350,6 +354,9 @@ def sample_to_folder(
             request.check(other)
     opened = [request.open(model)]
     conditions = opened[0].conditions
+    for other in (request.then, compare):
+        if other is not None:
+            request.check(other, conditions)
     if request.shift is None:
         request = replace(request, shift=opened[0].pipeline_shift())
 

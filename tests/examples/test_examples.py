@@ -260,6 +260,14 @@ def test_a_run_of_an_own_family_resumes(tiles, folder, examples):
     assert_same_run(tiles, folder / "runs" / "tiles_resumed", "own_family:FAMILY")
 
 
+def test_a_later_model_that_does_not_take_the_conditions_is_refused_before_the_first_samples(tiles, folder):
+    """The embedded model's conditions include a number of text tokens, which the tiles have not."""
+    words = ("evaluate", "tiny", "runs/tiles", "--prompts", "prompts.txt", "--rewards", "colourfulness")
+    refused = run_command(*words, *FAMILY, "--steps", "1", "--out", "refused", cwd=folder)
+    assert refused.returncode == 2 and "max_sequence_length" in refused.stderr, refused.stderr
+    assert not list((folder / "refused").rglob("*.png"))
+
+
 def test_an_own_family_is_planned_and_its_options_are_checked(folder):
     words = ("small.toml", *TILES, "family=own_family:FAMILY")
     assert "forwards" in done("plan", *words, cwd=folder)
