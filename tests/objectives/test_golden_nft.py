@@ -34,7 +34,7 @@ def test_loss_and_gradient(case):
         dtype = DTYPES[result["dtype"]]
         rows, given = rows_of(case["inputs"], result, dtype)
         options = {"beta": result["beta"], "clip": result["adv_clip_max"], "kl_beta": result["kl_beta"]}
-        objective = NftObjective(tuple(range(7)), 6, LAGS["none"], **options)
+        objective = NftObjective(tuple(range(7)), 6, LAGS["off"], **options)
         v = given["v"].clone().requires_grad_()
         loss = objective.loss(rows, v, reference=given["v_ref"], behaviour=given["v_old"])
         loss.value.backward()
@@ -64,7 +64,7 @@ def test_at_the_behaviours_velocity_the_gradient_is_the_known_one(beta):
     rows, given = rows_of(case["inputs"], result, torch.float64)
     v = given["v"].clone().requires_grad_()
     clip = result["adv_clip_max"]
-    objective = NftObjective(tuple(range(7)), 6, LAGS["none"], beta=beta, clip=clip)
+    objective = NftObjective(tuple(range(7)), 6, LAGS["off"], beta=beta, clip=clip)
     objective.loss(rows, v, behaviour=given["v"]).value.backward()
     t = rows.sigma[:, None, None]
     off = rows.x - t * given["v"] - rows.clean
@@ -81,7 +81,7 @@ def test_a_row_that_does_not_count_gives_no_gradient():
     rows, given = rows_of(case["inputs"], case["results"][5], torch.float64)
     some = NftRows(*(getattr(rows, name) for name in ("x", "sigma", "cond_row", "group", "member", "clean")),
                    rows.optimality, torch.tensor([1.0, 0, 1, 1, 1, 0, 1]), rows.level)  # fmt: skip
-    objective = NftObjective(tuple(range(7)), 6, LAGS["none"], kl_beta=0.1)
+    objective = NftObjective(tuple(range(7)), 6, LAGS["off"], kl_beta=0.1)
     v = given["v"].clone().requires_grad_()
     objective.loss(some, v, reference=given["v_ref"], behaviour=given["v_old"]).value.backward()
     moved = v.grad.abs().amax((1, 2)) > 0
@@ -126,7 +126,7 @@ def test_an_unknown_mode_is_refused():
 
 
 OURS = {
-    "lagged policy, decay_type 0": LAGS["none"],
+    "lagged policy, decay_type 0": LAGS["off"],
     "lagged policy, decay_type 1": LAGS["linear"],
     "lagged policy, decay_type 2": LAGS["delayed"],
     "linear_to_0_5": LAGS["linear"],
@@ -158,5 +158,5 @@ def test_a_lagged_policy_follows_the_current_one(kind, lag):
 
 def test_a_copy_without_lag_is_exact():
     current, copies = {"w": torch.rand(1000)}, {"w": torch.rand(1000)}
-    follow(copies, current, LAGS["none"](3))
+    follow(copies, current, LAGS["off"](3))
     assert torch.equal(copies["w"], current["w"])

@@ -113,7 +113,9 @@ def test_rollouts_use_the_behaviour_weights_and_evaluations_the_current_ones(run
 
 CHANGES = [
     pytest.param({"lora_rank": 2, "kl_beta": 0.01, "ema_decay": 0.9}, id="lora"),
-    pytest.param({"kl_beta": 0.01, "update": 2, "solver": "euler"}, id="all weights, two steps"),
+    pytest.param(
+        {"kl_beta": 0.01, "update": 2, "solver": "euler"}, marks=pytest.mark.long, id="all weights, two steps"
+    ),
     pytest.param(
         {"update": "per_step", "kl_beta": 0.0, "update_batch": 3, "lora_rank": 2},
         marks=pytest.mark.long,
