@@ -130,9 +130,9 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
             f"{recipe}: [{OPTIONS}.{own}] is for the recipe's own algorithm; write its options above, "
             "outside the table"
         )
-    for algorithm, table in tables.items():
-        if is_custom(algorithm) and algorithm != requested:
-            continue  # reading a file imports no code that nobody asked for
+    # Reading a file imports no class of a user that nobody asked for.
+    checked = {name: table for name, table in tables.items() if not is_custom(name) or name == requested}
+    for algorithm, table in checked.items():
         known = algorithm_defaults(algorithm)  # raises a ValueError for an unknown one
         if unknown := [key for key in table if key not in known]:
             raise ValueError(
