@@ -8,7 +8,7 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import Costs, plan_costs
-from g2rpo.costs.memory import agreed_rollout_batch, shape_of_run
+from g2rpo.costs.memory import agreed_rollout_batch, run_plans, shape_of_run, update_rows
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
 from g2rpo.models.registry import load_policy
@@ -54,7 +54,8 @@ def plan_here(
         speeds = _measured(settings)
     elif name is not None and seconds_per_forward is None:
         shape = shape_of_run(settings)
-        speeds = tabulated_speeds(settings, shape, name)
+        rows = update_rows(settings, run_plans(settings, settings.make_algorithm()), num_processes)
+        speeds = tabulated_speeds(settings, shape, name, update_rows=rows)
     costs = plan_costs(
         settings,
         num_processes=num_processes,

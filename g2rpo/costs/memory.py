@@ -82,13 +82,13 @@ def memory_of(
     moments = 2 * master if settings.optimizer == "adamw" else 2
     tokens, width = shape.tokens, shape.width
 
-    update_rows = min(settings.update_batch, groups * max(rows_per_step(settings, plan) for plan in plans))
+    rows_at_once = update_rows(settings, plans, num_processes)
     # With recomputation, only the inputs of the blocks are stored, and one block at a time.
-    block = round(update_rows * tokens * width * shape.stored_widths * compute)
+    block = round(rows_at_once * tokens * width * shape.stored_widths * compute)
     networks = forwards_per_sample(settings)  # their graphs exist at the same time
     stored = block * shape.num_blocks * networks
     if settings.gradient_checkpointing:
-        stored = block + update_rows * tokens * width * compute * shape.num_blocks * networks
+        stored = block + rows_at_once * tokens * width * compute * shape.num_blocks * networks
     transient = _batch(settings) * row_bytes(settings, shape)
     latent = 4 * shape.latent_shape[0] * shape.latent_shape[1]
     member_states = max(len(p.noise_steps) + p.images_per_member for p in plans)
@@ -229,6 +229,12 @@ def _batch(settings: Settings) -> int:
 def forwards_per_sample(settings: Settings) -> int:
     """Network forwards per velocity: 2 with true classifier-free guidance, else 1."""
     return 1 if settings.true_cfg == 1 else 2
+
+
+def update_rows(settings: Settings, plans: Sequence[Plan], num_processes: int) -> int:
+    """The most rows that one forward of the update has on a process."""
+    groups = max(1, settings.prompts_per_iteration // num_processes)
+    return min(settings.update_batch, groups * max(rows_per_step(settings, plan) for plan in plans))
 
 
 def rows_per_step(settings: Settings, plan: Plan) -> int:

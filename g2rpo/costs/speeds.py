@@ -55,7 +55,12 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a GPU model in TFLOP/s; those named `lora` are with unmerged adapters of rank 64."""
+    """Rates of a GPU model in TFLOP/s; those named `lora` are with unmerged adapters of rank 64.
+
+    The update is not compiled, and with few rows the host limits it: `adapter_s` and `adapter_recomputed_s`
+    are the seconds, per layer with adapters, that the host needs for one forward and backward without and
+    with recomputation, however many rows these have (benchmarks/update_speed.py).
+    """
 
     compiled: float
     compiled_lora: float
@@ -66,6 +71,8 @@ class Rates:
     decode: float
     update: float
     update_lora: float
+    adapter_s: float
+    adapter_recomputed_s: float
     compiling_s: float
     released: float
     """Forwards in the manner of the released code: FSDP1 over float32 parameters, one sample per forward."""
@@ -81,6 +88,8 @@ H200 = Rates(
     decode=155,
     update=348,
     update_lora=324,
+    adapter_s=0.95e-3,
+    adapter_recomputed_s=1.9e-3,
     compiling_s=60,
     released=198,
 )
@@ -93,8 +102,14 @@ def rates_of(gpu: str) -> Rates | None:
     return next((rates for name, rates in TABLE.items() if name.lower() in gpu.lower()), None)
 
 
-def tabulated_speeds(settings: Settings, shape: ModelShape, gpu: str) -> Speeds | None:
-    """Times of these settings on a GPU according to the table; None if the table does not cover them."""
+def tabulated_speeds(
+    settings: Settings, shape: ModelShape, gpu: str, *, update_rows: int | None = None
+) -> Speeds | None:
+    """Times of these settings on a GPU according to the table; None if the table does not cover them.
+
+    Args:
+        update_rows: rows of a forward of the update (`costs.memory.update_rows`); None = `update_batch`.
+    """
     rates = rates_of(gpu)
     if rates is None or shape.transformer_params < MIN_TABULATED_PARAMS or settings.precision != "bfloat16":
         return None
@@ -113,13 +128,22 @@ def tabulated_speeds(settings: Settings, shape: ModelShape, gpu: str) -> Speeds 
         forward=flops / forward / 1e12,
         tail=flops / tail / 1e12,
         decode=shape.decode_flops / (rates.decode_compiled if compiled else rates.decode) / 1e12,
-        update=flops / (rates.update_lora if lora else rates.update) / 1e12,
+        update=_update_seconds(settings, shape, rates, update_rows or settings.update_batch),
         reward=per_image,
         startup=rates.compiling_s if compiled else 0.0,
         source=f"the table of measured rates, {gpu}",
         cell=per_cell,
         untimed=untimed,
     )
+
+
+def _update_seconds(settings: Settings, shape: ModelShape, rates: Rates, rows: int) -> float:
+    """Seconds per row and forward of the update: those of the GPU, or of the host if it is slower."""
+    if not settings.lora_rank:
+        return shape.forward_flops / rates.update / 1e12
+    recomputed = settings.gradient_checkpointing
+    host = shape.lora_layers * (rates.adapter_recomputed_s if recomputed else rates.adapter_s)
+    return max(shape.forward_flops / rates.update_lora / 1e12, host / rows / (3 + recomputed))
 
 
 def speeds_from_forward(shape: ModelShape, seconds_per_forward: float) -> Speeds:

@@ -46,6 +46,7 @@ class ModelShape:
         stored_widths: what a block keeps for its backward pass without recomputation, per token, in multiples
             of `width` numbers of the compute dtype. The default is that of Korthikanti et al. (their paper is
             arXiv 2205.05198), without the attention matrix, which is never stored.
+        lora_layers: number of linear layers that adapters would have under these options.
     """
 
     height_px: int
@@ -64,6 +65,7 @@ class ModelShape:
     decode_flops: int
     decoder_width: int
     stored_widths: float = 17.0
+    lora_layers: int = 0
 
     @property
     def tokens(self) -> int:

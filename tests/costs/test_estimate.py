@@ -60,6 +60,24 @@ def test_the_table_knows_what_makes_a_forward_fast():
     assert guided == plain  # of one forward of the network; `plan_costs` counts two
 
 
+def test_with_few_rows_the_host_limits_an_update_with_adapters():
+    """benchmarks/update_speed.py: 0.38 s for one row or fewer of FLUX.1, 0.91 s with recomputation."""
+    shape = model_shape("random:flux-dev", PolicyOptions(resolution=(720, 720), lora_rank=64))
+    lora = Settings(**{**LORA, "gradient_checkpointing": False})
+
+    def seconds(settings: Settings, rows: int) -> float:
+        """Of one forward and backward."""
+        passes = 3 + settings.gradient_checkpointing
+        return tabulated_speeds(settings, shape, "H200", update_rows=rows).update * rows * passes
+
+    assert seconds(lora, 1) == pytest.approx(0.384, rel=0.1)
+    assert seconds(lora, 4) == pytest.approx(1.108, rel=0.3) and seconds(lora, 8) == 2 * seconds(lora, 4)
+    recomputed = lora.model_copy(update={"gradient_checkpointing": True})
+    assert seconds(recomputed, 1) == pytest.approx(0.911, rel=0.15)
+    full = recomputed.model_copy(update={"lora_rank": 0})
+    assert seconds(full, 1) == seconds(full, 4) / 4
+
+
 @pytest.mark.parametrize(
     "changes",
     [

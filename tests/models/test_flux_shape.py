@@ -37,6 +37,7 @@ def assert_equal(configs, rows: int, columns: int, text_tokens: int, targets=Non
     assert shape.vae_params == params(vae)
     layers = lora_layers(FLUX, transformer, targets)
     assert shape.lora_params_per_rank == sum(layer.in_features + layer.out_features for layer in layers)
+    assert shape.lora_layers == len(layers)
     config, tokens = transformer.config, rows * columns
     assert (shape.height_px, shape.width_px) == (height_px, width_px)
     assert shape.latent_shape == (tokens, config.in_channels) and shape.tokens == tokens + text_tokens

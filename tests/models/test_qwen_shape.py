@@ -41,8 +41,9 @@ def test_transformer(config):
     assert shape.embedding_numbers == TEXT * config["joint_attention_dim"]
     for targets in (None, ["to_q", "img_mod.1", "proj_out"], ["img_mlp.net.2", "norm_out.linear"]):
         layers = lora_layers(ARCHITECTURE, network, targets)
-        own = of(changed(RANDOM_TINY, transformer=config), lora_targets=targets).lora_params_per_rank
-        assert own == sum(layer.in_features + layer.out_features for layer in layers) > 0
+        own = of(changed(RANDOM_TINY, transformer=config), lora_targets=targets)
+        assert own.lora_params_per_rank == sum(layer.in_features + layer.out_features for layer in layers) > 0
+        assert own.lora_layers == len(layers)
     assert shape.forward_flops == flops(
         network,
         hidden_states=(1, ROWS * COLUMNS, config["in_channels"]),

@@ -25,6 +25,7 @@ from g2rpo.models.shapes import (
     clip_text_params,
     lora_params_per_rank,
     t5_encoder_params,
+    targeted,
     total,
 )
 
@@ -147,6 +148,7 @@ def shape_of(
         vae_params=(encoder + decoder).params,
         text_params=text,
         lora_params_per_rank=lora_params_per_rank(layers, lora_targets, LORA_TARGETS),
+        lora_layers=len(targeted(layers, lora_targets, LORA_TARGETS)),
         forward_flops=transformer.flops,
         decode_flops=decoder.flops,
         decoder_width=int(configs["vae"].get("block_out_channels", (64,))[0]),

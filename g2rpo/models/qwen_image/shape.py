@@ -17,7 +17,7 @@ from g2rpo.models.qwen_image.known import QWEN_IMAGE
 from g2rpo.models.qwen_image.latents import checked_size
 from g2rpo.models.qwen_image.network import LORA_TARGETS
 from g2rpo.models.qwen_image.text import checked_length
-from g2rpo.models.shapes import Linear, Size, attention, convolution, lora_params_per_rank, total
+from g2rpo.models.shapes import Linear, Size, attention, convolution, lora_params_per_rank, targeted, total
 
 TYPICAL_TEXT_TOKENS = 64
 """Text tokens that are assumed of a prompt: about 45 words."""
@@ -62,6 +62,7 @@ def shape_of(files: ModelFiles, options: PolicyOptions) -> ModelShape:
         vae_params=encoder.params + decoder.params,
         text_params=text_params(files.config("text_encoder")),
         lora_params_per_rank=lora_params_per_rank(layers, options.lora_targets, LORA_TARGETS),
+        lora_layers=len(targeted(layers, options.lora_targets, LORA_TARGETS)),
         forward_flops=network.flops,
         decode_flops=decoder.flops,
         decoder_width=int(vae["base_dim"]),
