@@ -26,6 +26,7 @@ LAYERS = [
     "setup",
     "training",
     "comparison",
+    "report",
     "web",
     "cli",
 ]

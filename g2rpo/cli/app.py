@@ -20,6 +20,7 @@ from g2rpo.cli.export import export
 from g2rpo.cli.fetch import fetch
 from g2rpo.cli.gallery import gallery
 from g2rpo.cli.plan import plan
+from g2rpo.cli.report import report
 from g2rpo.cli.sample import sample
 from g2rpo.cli.score import score
 from g2rpo.cli.train import train
@@ -56,5 +57,5 @@ def main(
     """
 
 
-for command in (train, plan, fetch, embed, sample, score, evaluate, gallery, compare, export, doctor):
+for command in (train, plan, fetch, embed, sample, score, evaluate, gallery, compare, report, export, doctor):
     app.command()(command)

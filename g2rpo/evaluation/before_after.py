@@ -25,6 +25,7 @@ from g2rpo.runtime.processes import barrier, rank
 
 OWN, UNSEEN = "own prompts, fresh seeds", "unseen prompts"
 RECORD = Path("comparison") / "before.json"
+AFTER = Path("comparison") / "after.json"
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,7 @@ class Comparison:
             if rank():
                 continue
             record["sets"].append(asdict(image_set) | {"scores": scores})
-            (out / RECORD).parent.joinpath(f"before_{number}").mkdir(parents=True, exist_ok=True)
-            for i, image in enumerate(images):
-                with atomic_path(_image_path(out, number, i)) as temporary:
-                    to_pil(image).save(temporary)
+            _save_images(out, "before", number, images)
         if rank() == 0:
             write_atomic(out / RECORD, json.dumps(record))
         barrier()
@@ -133,28 +131,41 @@ class Comparison:
     def draw_after(self, evaluator: Evaluator, out: Path, trained: Sequence[str]) -> list[Change]:
         """Samples and scores the same images by the trained policy, and returns the changes.
 
-        Writes OUT/comparison.md and OUT/before_after.png.
+        Writes OUT/comparison.md and OUT/before_after.png, and the images and scores into OUT/comparison.
 
         Args:
             trained: names of the rewards that were trained on.
         """
         record = json.loads((out / RECORD).read_text(encoding="utf-8"))
-        changes, before, after = [], [], []
+        changes, before, after, all_scores = [], [], [], []
         for number, (image_set, stored) in enumerate(zip(self.sets, record["sets"], strict=True)):
-            files = [_image_path(out, number, i) for i in range(len(image_set.prompts))]
+            files = [image_path(out, "before", number, i) for i in range(len(image_set.prompts))]
             before.append(torch.stack([from_pil(Image.open(file)) for file in files]))
             after.append(evaluator.images(image_set))
             old = {name: torch.tensor(values) for name, values in stored["scores"].items()}
-            changes += changes_of(image_set.title, old, evaluator.scores(image_set, after[-1]), trained)
+            scores = evaluator.scores(image_set, after[-1])
+            all_scores.append({name: values.tolist() for name, values in scores.items()})
+            changes += changes_of(image_set.title, old, scores, trained)
         if rank():
             return changes
+        for number, images in enumerate(after):
+            _save_images(out, "after", number, images)
+        write_atomic(out / AFTER, json.dumps({"trained": list(trained), "scores": all_scores}))
         write_atomic(out / "comparison.md", markdown(changes))
         write_before_after(out / "before_after.png", self.sets, before, after)
         return changes
 
 
-def _image_path(out: Path, number: int, i: int) -> Path:
-    return (out / RECORD).parent / f"before_{number}" / f"{i:04d}.png"
+def image_path(out: Path, when: str, number: int, i: int) -> Path:
+    """File of image `i` of set `number`, "before" or "after" training."""
+    return (out / RECORD).parent / f"{when}_{number}" / f"{i:04d}.png"
+
+
+def _save_images(out: Path, when: str, number: int, images: Tensor) -> None:
+    image_path(out, when, number, 0).parent.mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images):
+        with atomic_path(image_path(out, when, number, i)) as temporary:
+            to_pil(image).save(temporary)
 
 
 def _as_tuple(value: Any) -> Any:

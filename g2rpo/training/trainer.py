@@ -34,6 +34,7 @@ from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import Conditioning, Policy, has_adapters, root_module, trained_parameters
 from g2rpo.models.registry import check_policy, load_policy
 from g2rpo.objectives.base import Context
+from g2rpo.objectives.group_records import group_records
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.base import GroupReward, Reward
 from g2rpo.rewards.exits import RewardExited
@@ -42,7 +43,9 @@ from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
 from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
+from g2rpo.run.environment import record_start
 from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
+from g2rpo.run.groups import append_groups, truncate_groups
 from g2rpo.run.lock import begin_run, exclusive
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import checkpoint_to_resume, describe_run, mark_finished, restart_note
@@ -244,6 +247,9 @@ class Trainer:
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
+        if rank() == 0:
+            truncate_groups(self.out, self.step or -1)
+            record_start(self.out, self.step, self.policy.device)
         with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(describe_run(settings, self.algorithm, self.policy, self.parameters, self.step))
@@ -425,6 +431,8 @@ class Trainer:
         )
         update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
+        if rank() == 0:
+            append_groups(self.out, group_records(self.step, every_rollout, settings.rewards, advantages))
         if self.objective.lag is not None:
             follow(self.behaviour, self.parameters, self.objective.lag(self.step))
         names = list(settings.rewards)

@@ -1,0 +1,1 @@
+"""The report of a run: one self-contained HTML page (`g2rpo report`)."""

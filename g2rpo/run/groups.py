@@ -1,0 +1,38 @@
+"""RUN/groups.jsonl: one line per iteration and group; its fields are those of `objectives.group_records`.
+
+Lines are appended before the iteration's line of metrics, so a killed run has at most lines too many, which
+are removed when it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from g2rpo.run.metrics import read_metrics, truncate_metrics
+
+GROUPS_FILE = "groups.jsonl"
+
+
+def append_groups(out: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Appends the records of one iteration; called by the first process only."""
+    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    with open(out / GROUPS_FILE, "a", encoding="utf-8") as file:
+        file.write(lines)
+
+
+def truncate_groups(out: Path, step: int) -> None:
+    """Removes the records after iteration `step`, and an incomplete last line."""
+    truncate_metrics(out / GROUPS_FILE, step)
+
+
+def read_groups(out: Path) -> list[dict[str, Any]]:
+    """The records of a run folder; empty if the run was made before they were recorded.
+
+    Raises:
+        ValueError: an invalid line; the message gives file and line number.
+    """
+    path = out / GROUPS_FILE
+    return read_metrics(path) if path.is_file() else []
