@@ -3,6 +3,9 @@
 Trained parameters are sharded block by block, in float32; forwards run in the compute dtype and gradients
 are reduced in float32. During a rollout the complete network is `resident` on every process in the compute
 dtype, so its forwards do not communicate, and the processes need not run in step.
+
+torch's modules for sharding are imported where they are needed, because they take longer to import than the
+rest of torch, and most commands shard nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from g2rpo.runtime.processes import world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def check_sharded(parameters: Mapping[str, Tensor]) -> None:
@@ -29,7 +33,7 @@ def check_sharded(parameters: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: there are several processes, and a parameter is not sharded over them.
     """
-    plain = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    plain = [name for name, parameter in parameters.items() if not hasattr(parameter, "to_local")]
     if world_size() > 1 and plain:
         raise ValueError(
             f"{len(plain)} trained parameters ({plain[0]}, …) are not sharded over the {world_size()} "
@@ -52,6 +56,8 @@ def sharding_mesh(device: torch.device, shard_size: int | None = None) -> Device
     size = world_size()
     if size == 1:
         return None
+    from torch.distributed.device_mesh import init_device_mesh
+
     if shard_size is None or shard_size == size:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     if shard_size > size or size % shard_size:
@@ -82,6 +88,8 @@ def shard(
         reduce_dtype: dtype in which gradients are reduced; None: `param_dtype`.
         ignored: parameters that every process keeps in full, such as a frozen base.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     # Transformer blocks may return views, but nothing writes into them, so the warning does not apply.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Inputs keep their dtype: sigma must reach the network in float32.
@@ -101,6 +109,8 @@ def resident(module: nn.Module) -> Iterator[None]:
     Forwards without gradient then do not communicate. Parameters must not change within the block. A module
     that is not sharded is left unchanged.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if not parts:
         yield
@@ -118,9 +128,12 @@ def resident(module: nn.Module) -> Iterator[None]:
 
 def local(tensor: Tensor) -> Tensor:
     """Returns this process's shard of a DTensor; any other tensor is returned unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Only a DTensor has the method.
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns the full tensor, gathered if it is a DTensor; then every process of its mesh must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered

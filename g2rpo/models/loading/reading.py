@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.rows import Source
@@ -213,9 +211,13 @@ def copy_rows(module: nn.Module, locations: Locations) -> None:
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:
     """Returns the first and the last (exclusive) row of a parameter that this process holds."""
-    if not isinstance(parameter, DTensor):
+    sharded: Any = parameter
+    if not hasattr(parameter, "to_local"):
         return 0, parameter.shape[0]
+    # Imported here: it takes longer than the rest of torch.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
+        sharded.shape, sharded.device_mesh, sharded.placements
     )
     return offset[0], offset[0] + shape[0]
