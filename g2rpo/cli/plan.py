@@ -56,8 +56,8 @@ def plan(
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     settings = load_settings(*recipe_and_overrides(recipe, overrides))
     sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
-    from g2rpo.costs.costs import table_rows
     from g2rpo.costs.estimate import plan_here
+    from g2rpo.costs.table import table_rows, verdict_lines
     from g2rpo.training.run_prompts import RunPrompts
 
     costs = plan_here(
@@ -69,6 +69,9 @@ def plan(
         memory_gb=memory,
         num_texts=len(RunPrompts.of(settings).texts),
     )
+    for line in verdict_lines(costs):
+        print(line)
     print_table(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
     for note in costs.notes:
-        print(f"note: {note}")
+        if note not in (costs.fit or ()):
+            print(f"note: {note}")

@@ -12,20 +12,17 @@ that it is not counted.
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
 from g2rpo.config.checks import check_tails
-from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
+from g2rpo.costs.fits import fit_notes
 from g2rpo.costs.memory import (
     USABLE,
     Memory,
-    changes_that_help,
     forwards_per_sample,
     largest_rollout_batch,
     memory_of,
@@ -37,8 +34,6 @@ from g2rpo.costs.rewards import group_comparisons, uncounted_notes
 from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
 from g2rpo.models.family import ModelShape
 from g2rpo.rollouts.plan import Plan
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,9 @@ class Costs:
         rollout_batch: samples per rollout forward; the chosen number if the setting is "auto".
         speeds: the speeds from which the times follow, or None.
         notes: remarks for the user, for example about granularities that coincide.
+        fit: empty if the run fits into the memory of a device, otherwise what is too large and what would
+            fit; None if that memory is unknown.
+        device_bytes: memory of a device, or None.
     """
 
     shape: ModelShape
@@ -88,6 +86,8 @@ class Costs:
     cells: float = 0.0
     comparisons: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fit: tuple[str, ...] | None = None
+    device_bytes: int | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -173,13 +173,11 @@ def plan_costs(
     if gpu is not None and (rates := rates_of(gpu)) and shape.transformer_params > MIN_TABULATED_PARAMS:
         naive = networks * groups * sum(plan.naive_forwards(settings.group_size) for plan in plans)
         released_hours = naive * shape.forward_flops / rates.released / 1e12 / 3600
-    if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
-        notes += ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
+    notes += _spread_note(settings)
     notes += uncounted_notes(settings, speeds.untimed if speeds is not None else ())
     notes += coinciding_tails(plans, settings)
     notes += tuple(filter(None, map(coarse_tails_warning, plans)))[:1]
-    if memory_bytes is not None:
-        notes += _fit_notes(settings, shape, plans, num_processes, memory_bytes)
+    fit = _fit(settings, shape, plans, num_processes, memory_bytes)
     return Costs(
         shape=shape,
         forwards=forwards,
@@ -198,7 +196,9 @@ def plan_costs(
         speeds=speeds,
         cells=cells,
         comparisons=group_comparisons(settings, cells),
-        notes=notes,
+        notes=notes + (fit or ()),
+        fit=fit,
+        device_bytes=memory_bytes,
     )
 
 
@@ -229,61 +229,16 @@ def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ..
     return tuple(dict.fromkeys(lines))
 
 
-def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
-    """The lines of the table that `g2rpo plan` prints: (section, item, value)."""
-    shape = costs.shape
-    table = [
-        (
-            "model",
-            "image",
-            f"{shape.width_px} x {shape.height_px} px, {shape.latent_shape[0]} latent tokens",
-        ),
-        ("model", "transformer", f"{shape.transformer_params / 1e6:,.1f} M parameters"),
-        ("model", "trained", f"{costs.trained_params / 1e6:,.1f} M parameters"),
-        ("model", "forward", f"{shape.forward_flops / 1e12:,.3g} TFLOP per image"),
-    ]
-    for part in ("anchor", "sde", "tails", "total"):
-        item = f"rollout, {'all' if part == 'total' else part}"
-        table.append(("forwards per iteration", item, f"{costs.forwards[part]:,.0f}"))
-    for part, count in costs.update_forwards.items():
-        item = "update (with backward)" if part == "policy" else f"update, {part}"
-        table += [("forwards per iteration", item, f"{count:,.0f}")] if count else []
-    table += [
-        ("images per iteration", "decoded and scored", f"{costs.images:,.0f}"),
-        *(
-            ("group judgements per iteration", name, f"{count:,.0f} comparisons in {costs.cells:,.0f} cells")
-            for name, count in costs.comparisons.items()
-        ),
-        ("forwards per run", "evaluations, samples, comparison", f"{costs.eval_forwards:,}"),
-        (
-            "compute",
-            "entire run",
-            f"{costs.flops / 1e15:,.0f} PFLOP" if costs.flops > 1e17 else f"{costs.flops / 1e15:,.3g} PFLOP",
-        ),
-    ]
-    table.append(("compute", "samples per rollout forward", f"{costs.rollout_batch:,}"))
-    memory = costs.memory
-    table += [("memory per device, always", part, _size(size)) for part, size in memory.always.items()]
-    table.append(("memory per device, before", "text encoders", _size(memory.encoders)))
-    for phase, parts in memory.phases.items():
-        table += [
-            (f"memory per device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()
-        ]
-    peak = f"about {_size(memory.peak)}, in the {memory.peak_phase}"
-    table.append(("memory per device", "peak", peak))
-    table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
-    table += [("time per iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
-    if costs.run_seconds is not None and costs.speeds is not None:
-        table.append(("time per iteration", "total", f"{sum(costs.seconds.values()):,.1f} s"))
-        scoring = "" if costs.speeds.reward or costs.speeds.cell else ", without scoring"
-        hours = costs.run_seconds / 3600
-        devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""
-        table.append(("time", f"entire run{scoring}", f"{hours:,.2f} h{devices}"))
-        table.append(("time", f"entire run{scoring}", f"{hours * costs.num_processes:,.1f} device hours"))
-        table.append(("time", "source of the times", costs.speeds.source))
-    if costs.released_gpu_hours is not None:
-        table.append(("time", "released code's forwards", f"{costs.released_gpu_hours:,.0f} device hours"))
-    return table + [("note", "", note) for note in costs.notes]
+def _spread_note(settings: Settings) -> tuple[str, ...]:
+    if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
+        return ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
+    return ()
+
+
+def _fit(
+    settings: Settings, shape: ModelShape, plans: Sequence[Plan], processes: int, memory_bytes: int | None
+) -> tuple[str, ...] | None:
+    return None if memory_bytes is None else fit_notes(settings, shape, plans, processes, memory_bytes)
 
 
 def _with_batch(
@@ -297,7 +252,7 @@ def _with_batch(
     try:
         batch = largest_rollout_batch(settings, shape, plans, processes, trained, usable)
     except ValueError:
-        return unknown, ()  # _fit_notes says what does not fit
+        return unknown, ()  # fit_notes says what does not fit
     return settings.model_copy(update={"rollout_batch": batch}), ()
 
 
@@ -342,41 +297,3 @@ def _disk(settings: Settings, shape: ModelShape, trained: int, num_texts: int) -
         f"embeddings of {num_texts:,} prompts": num_texts * row,
         "export": 4 * trained,
     }
-
-
-def _fit_notes(
-    settings: Settings, shape: ModelShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
-) -> tuple[str, ...]:
-    """Empty if the run fits; otherwise the largest part and the first change of settings that would fit."""
-
-    def memory(changes: dict[str, Any]) -> Memory:
-        changed = settings.model_copy(update=changes)
-        return memory_of(changed, shape, plans, num_processes, trained_params(changed, shape))
-
-    now = memory({})
-    if now.peak <= memory_bytes:
-        return ()
-    problem = (
-        f"does not fit: about {_size(now.peak)} of {_size(memory_bytes)} during the {now.peak_phase}; "
-        f"the largest part is {now.largest}"
-    )
-    for changes in changes_that_help(settings):
-        if (needed := memory(changes).peak) <= memory_bytes:
-            return (problem, f"would fit, in about {_size(needed)}: {_as_words(changes)}")
-    more = "more processes, " if not settings.lora_rank else ""
-    return (
-        problem,
-        f"no batch size, precision or LoRA rank makes it fit: use {more}a smaller resolution or model",
-    )
-
-
-def _as_words(changes: Mapping[str, Any]) -> str:
-    """Changes of settings as command-line overrides."""
-    words = [f"{key}={str(v).lower()}" for key, v in changes.items() if key != "reward_options"]
-    for name, options in changes.get("reward_options", {}).items():
-        words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
-    return " ".join(words)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GB:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"

@@ -28,6 +28,7 @@ COMMANDS = (
     "evaluate",
     "gallery",
     "compare",
+    "report",
     "export",
     "doctor",
 )
@@ -140,7 +141,7 @@ def test_plan_counts_without_weights(tmp_path):
 
 def test_plan_reports_what_does_not_fit():
     output = g2rpo("plan", "--memory", "0.001")[0]
-    assert "note: does not fit" in output and "of 1.00 MB" in output
+    assert output.startswith("does not fit: ") and "of 1.00 MB" in output
 
 
 def test_doctor_reports_this_machine():

@@ -9,8 +9,9 @@ from support.random_flux import save_random_flux
 
 from g2rpo.config.load import load_settings
 from g2rpo.config.settings import Settings
-from g2rpo.costs.costs import Costs, plan_costs, table_rows
+from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.speeds import measure_forward
+from g2rpo.costs.table import table_rows, verdict_lines
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import load_policy, model_shape
@@ -313,3 +314,25 @@ def test_steps_drawn_by_spread_are_counted_as_if_drawn_evenly(folder):
         return " ".join(plan_costs(Settings(model=str(folder), **drawn)).notes)
 
     assert "counted as if the steps were drawn evenly" in notes("spread") and not notes("even")
+
+
+def test_the_verdict_comes_first():
+    settings = Settings(model="random:flux-dev", precision="bfloat16", iterations=10)
+    known = plan_costs(settings, memory_bytes=700 * 10**9, seconds_per_forward=0.1)
+    fits, largest, time, disk = verdict_lines(known)
+    assert fits.startswith("fits: about ") and fits.endswith(" of 700.00 GB")
+    assert largest.startswith("largest parts: AdamW moments ") and largest.count("GB") == 3
+    assert time.startswith("time: ") and disk.startswith("disk: ")
+    unknown = verdict_lines(plan_costs(settings))
+    assert "give --memory GB" in unknown[0] and unknown[2].startswith("time: unknown")
+    small = verdict_lines(plan_costs(settings, memory_bytes=100 * 10**9))
+    assert small[0].startswith("does not fit: ") and small[1].startswith("would fit, in about ")
+
+
+def test_where_nothing_fits_a_shipped_recipe_of_the_same_model_is_named():
+    settings = load_settings("flux_hps", check_files=False)
+    problem, advice = verdict_lines(plan_costs(settings, memory_bytes=24 * 10**9))[:2]
+    assert "does not fit" in problem and "flux_lora_24gb (about 2" in advice
+    recipe = load_settings("flux_lora_24gb", check_files=False)
+    assert plan_costs(recipe, memory_bytes=24 * 10**9).fit == ()
+    assert "use a smaller resolution" in plan_costs(recipe, memory_bytes=4 * 10**9).fit[1]

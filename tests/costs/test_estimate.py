@@ -8,10 +8,11 @@ from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.costs import estimate as planning
 from g2rpo.costs import memory
-from g2rpo.costs.costs import plan_costs, table_rows
+from g2rpo.costs.costs import plan_costs
 from g2rpo.costs.estimate import plan_here
 from g2rpo.costs.memory import largest_rollout_batch, memory_of, run_plans, trained_params
 from g2rpo.costs.speeds import TABLE, tabulated_speeds
+from g2rpo.costs.table import table_rows
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import model_shape
 from g2rpo.run.folder import read_state

@@ -6,9 +6,10 @@ import pytest
 from support.processes import run_command
 
 from g2rpo.config.settings import Settings
-from g2rpo.costs.costs import plan_costs, table_rows
+from g2rpo.costs.costs import plan_costs
 from g2rpo.costs.estimate import plan_here
 from g2rpo.costs.rewards import reward_bytes, tabulated_reward_seconds
+from g2rpo.costs.table import table_rows
 from g2rpo.rewards.base import RewardSeconds, RewardSpec
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.registry import reward_facts, reward_spec
