@@ -27,7 +27,8 @@ from g2rpo.models.loading.reading import Header, read_header
 from g2rpo.models.registry import families, find_model
 from g2rpo.models.transformer.architecture import Architecture
 from g2rpo.models.transformer.lora_checks import inspect_lora
-from g2rpo.models.transformer.lora_keys import is_lora
+from g2rpo.models.transformer.lora_keys import Names, is_lora
+from g2rpo.models.transformer.weight_keys import own_keys, quantised
 from g2rpo.models.transformer.weights import weight_file
 from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.setup.doctor import Row
@@ -156,9 +157,14 @@ def _transformer(
     name: str, header: Header, architecture: Architecture, config: Mapping[str, Any]
 ) -> list[Row]:
     shapes, layout = _diffusers_shapes(architecture.network, config), architecture.layout
+    if (kind := quantised(header)) is not None:
+        return [Row(name, "missing", kind, OTHER)]
+    try:
+        own = own_keys(header, shapes, config, layout)
+    except ValueError as error:
+        return [Row(name, "missing", str(error), AGAIN)]
+    header = {weight: header[key] for weight, key in own.items()}
     if layout is not None and layout.recognises(header):
-        prefix = layout.prefix(header)  # besides prefixed keys there may be a VAE and text encoders
-        header = {key.removeprefix(prefix): value for key, value in header.items() if key.startswith(prefix)}
         tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         shapes = _shapes(layout.to_original(tensors, config))
     return compared(name, header, shapes, OTHER)
@@ -207,16 +213,15 @@ def _owner(header: Header, custom: str | None) -> tuple[Architecture, Mapping[st
         names = list(_diffusers_shapes(architecture.network, config))
         if architecture.layout is not None:
             names += [source.key for source in architecture.layout.sources(config).values()]
-            names += architecture.layout.lora_names(config)
-        return len(layers & {_layer(name) for name in names})
+        finder = Names(_layer(name) for name in names)
+        return sum(finder.find(layer) is not None for layer in layers)
 
     return max(_architectures(custom), key=matches)
 
 
 def _layer(key: str) -> str:
-    """The layer that a key of weights or adapters belongs to, without a file's prefix."""
-    key = re.sub(r"^(transformer|model\.diffusion_model|diffusion_model)\.", "", key)
-    return re.sub(r"\.(lora_\w+\.weight|alpha|weight|bias|scale)$", "", key)
+    """The layer that a key of weights or adapters belongs to."""
+    return re.sub(r"\.(lora_\w+(\.\w+)?\.weight|alpha|weight|bias|scale)$", "", key)
 
 
 # ---- headers

@@ -46,8 +46,8 @@ def config_folder(name: str | Path) -> Path:
 def _checked(folder: Path) -> Path:
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
-            "adapters with diffusers' save_lora_weights, and give that file with its base model"
+            f"{folder} is a folder of PEFT (adapter_config.json), which holds adapters and no model; give it "
+            "as the model, and the model that it belongs to as its base (--base)"
         )
     if not (folder / "model_index.json").is_file():
         raise ValueError(
