@@ -17,6 +17,7 @@ from typing import Any
 
 from g2rpo.models.family import ModelFamily
 from g2rpo.models.loading.files import local_folder, read_json
+from g2rpo.models.loading.reading import index_names, other_files
 from g2rpo.models.registry import find_model, is_random, known_models
 from g2rpo.models.tiny import is_tiny
 from g2rpo.rewards.base import RewardSpec, Source
@@ -151,11 +152,11 @@ def _missing_of_part(folder: Path, part: str) -> list[str]:
             missing.append(f"{part}/{' or '.join(vocabularies)}")
         return missing
     missing = [] if (path / "config.json").is_file() else [f"{part}/config.json"]
-    indexes = sorted(path.glob("*.index.json"))
-    shards = {shard for index in indexes for shard in read_json(index).get("weight_map", {}).values()}
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    shards = {shard for index in indexes for shard in index_names(index).values()}
     missing += [f"{part}/{shard}" for shard in sorted(shards) if not (path / shard).is_file()]
-    if not indexes and not any(file for kind in ("*.safetensors", "*.bin") for file in path.glob(kind)):
-        missing.append(f"{part}/*.safetensors")
+    if not indexes and not any(path.glob("*.safetensors")):
+        missing.append(f"{part}/*.safetensors{other_files(path)}")
     return missing
 
 

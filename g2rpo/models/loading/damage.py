@@ -22,7 +22,12 @@ MAX_HEADER = 100_000_000
 """Largest header of a safetensors file in bytes, a limit of the library."""
 
 _MAX_PICKLE = 64 * 2**20
-_HARMLESS_MODULES = ("torch", "collections", "numpy", "_codecs")
+_OF_TENSORS = re.compile(
+    r"torch\._utils\._rebuild\w+|torch\.(\w+Storage|\w*float\w*|\w*int\d+|bool|Size|device|storage\.\w+)"
+    r"|torch\.nn\.parameter\.Parameter|collections\.OrderedDict|_codecs\.encode"
+    r"|numpy\.(ndarray|dtype|(_?core)\.(multiarray\._reconstruct|multiarray\.scalar|numeric\._frombuffer))"
+)
+"""Functions and classes that a pickle of tensors needs."""
 
 _BYTES = {
     "F64": 8,
@@ -172,7 +177,8 @@ def _globals(content: bytes) -> list[str] | None:
     except Exception:  # a file of another kind, or one that was cut off; both fail in many ways
         if not (content[:1] == b"\x80" and content[1:2] <= b"\x05" and count > 2) and not names:
             return None
-    found = [name for name in dict.fromkeys(names) if name.split(".")[0] not in _HARMLESS_MODULES]
+    names = [name.replace("__builtin__.", "builtins.") for name in names]  # Python 2's name
+    found = [name for name in dict.fromkeys(names) if not _OF_TENSORS.fullmatch(name)]
     return None if count < 2 else found
 
 

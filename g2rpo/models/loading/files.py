@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 
+from g2rpo.models.loading.damage import file_note
+
 CONFIG_FILES = ("*/config.json", "*/tokenizer_config.json", "*/scheduler_config.json")
 """Patterns of the configuration files of a model's parts."""
+
+_ATTENTION = ("attn_implementation", "_attn_implementation", "experts_implementation")
+"""Entries of transformers' configurations that may name a kernel on the hub, which is code."""
 
 _FULLY_READ_BYTES = 256 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 2**20
@@ -54,7 +59,38 @@ def _checked(folder: Path) -> Path:
             f"{folder} holds no model_index.json; a model is a folder in diffusers layout "
             "(model_index.json beside transformer/, vae/, text_encoder/ …), as `g2rpo export` writes it"
         )
+    _check_no_code(folder)
     return folder
+
+
+def _check_no_code(folder: Path) -> None:
+    """Checks that a model's configuration names no code that comes with it; none would be run.
+
+    Raises:
+        ValueError: it does, or a configuration is damaged.
+    """
+    configs = [folder / "model_index.json", *sorted(file for p in CONFIG_FILES for file in folder.glob(p))]
+    for file in configs:
+        content = read_json(file)
+        own = [f"auto_map {content['auto_map']!r}"] if content.get("auto_map") else []
+        kind = content.get("_class_name")
+        own += [f"_class_name {kind!r}"] if kind is not None and not isinstance(kind, str) else []
+        own += [f"{key} {content[key]!r}" for key in _ATTENTION if "/" in str(content.get(key) or "")]
+        if file.parent == folder:
+            own += [f"{part} {entry!r}" for part, entry in content.items() if _is_own(folder, part, entry)]
+        if own:
+            raise ValueError(
+                f"{file} names code of its own ({'; '.join(own)[:200]}); none of it was run. g2rpo builds "
+                "models only from classes of diffusers and transformers: remove the entry if the model needs "
+                "no code, or use another model"
+            )
+
+
+def _is_own(folder: Path, part: str, entry: Any) -> bool:
+    """Whether an entry of model_index.json names a class in a Python file of the model's folder."""
+    if not isinstance(entry, list) or not entry or not isinstance(entry[0], str):
+        return False
+    return (folder / part / f"{entry[0]}.py").is_file() or (folder / f"{entry[0]}.py").is_file()
 
 
 def _hub_snapshot(name: str, patterns: Sequence[str]) -> Path:
@@ -62,6 +98,11 @@ def _hub_snapshot(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if (file := Path(name).expanduser()).is_file():
+        raise ValueError(
+            f"{name} is a file, and a model is a folder, a hub name or tiny; weights alone are "
+            f"a .safetensors file{file_note(file)}"
+        )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"no model folder {name!r}; give a folder, a hub name such as owner/model, or tiny")
     try:
@@ -80,14 +121,22 @@ def component_class(folder: Path, part: str) -> Any:
     """Returns the transformers class that model_index.json names for `part`, as the diffusers pipeline does.
 
     Raises:
-        ValueError: model_index.json names no class of transformers for `part`.
+        ValueError: model_index.json names no network or tokenizer of transformers for `part`.
     """
     import transformers
 
     index = read_json(folder / "model_index.json")
-    if part not in index or index[part][0] != "transformers":
-        raise ValueError(f"{folder / 'model_index.json'} names no transformers class for {part!r}")
-    return getattr(transformers, index[part][1])
+    entry = index.get(part)
+    kind = None
+    if isinstance(entry, list) and len(entry) == 2 and entry[0] == "transformers":
+        kind = getattr(transformers, str(entry[1]), None)
+    bases = (transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase)
+    if not (isinstance(kind, type) and issubclass(kind, bases)):  # no Auto class, which may run remote code
+        raise ValueError(
+            f"{folder / 'model_index.json'} names no transformers class for {part!r}, but {entry!r}; fetch "
+            "the model again"
+        )
+    return kind
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -111,7 +160,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"missing {path}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} should hold a JSON object, got {type(content).__name__}")

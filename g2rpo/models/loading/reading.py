@@ -44,7 +44,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if index.is_file():
         return index_files(index)
     if not (folder / name).is_file():
-        raise ValueError(f"{folder} holds no {name} (nor an index of several){_other_files(folder)}")
+        raise ValueError(
+            f"{folder} holds no {name} (nor an index of several){other_files(folder)}; fetch it again"
+        )
     return dict.fromkeys(meta_tensors(folder / name), folder / name)
 
 
@@ -52,15 +54,26 @@ def index_files(index: Path) -> dict[str, Path]:
     """Returns key -> file for an index such as `model.safetensors.index.json`, whose files are beside it.
 
     Raises:
-        ValueError: the index is damaged, or names a file that is missing, no safetensors file, or outside the
-            index's folder.
+        ValueError: as `index_names`, or it names a file that is missing.
+    """
+    files = {key: index.parent / name for key, name in index_names(index).items()}
+    if missing := sorted({file for file in files.values() if not file.is_file()}):
+        raise ValueError(f"{index} names {missing[0].name}, which is not there; fetch the model again")
+    return files
+
+
+def index_names(index: Path) -> dict[str, str]:
+    """Returns key -> name of its file for an index such as `model.safetensors.index.json`.
+
+    Raises:
+        ValueError: the index is damaged, or names a file that is no safetensors file or outside its folder.
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise ValueError(f"{index} has no weight_map from keys to file names; fetch the model again")
     for file in dict.fromkeys(names.values()):
         _check_shard(index, file)
-    return {key: index.parent / file for key, file in names.items()}
+    return names
 
 
 def _check_shard(index: Path, file: str) -> None:
@@ -74,9 +87,7 @@ def _check_shard(index: Path, file: str) -> None:
             f"{index} names {file!r}; g2rpo reads only safetensors, because a pickle can contain code"
         )
     path = index.parent / file
-    if not path.is_file():
-        raise ValueError(f"{index} names {file}, which is not there; fetch the model again")
-    if not _stays_inside(path):
+    if path.is_file() and not _stays_inside(path):
         raise ValueError(
             f"{index} names {file}, a link to {path.resolve()}, which is outside its folder; put the file "
             "itself there"
@@ -92,14 +103,14 @@ def _stays_inside(path: Path) -> bool:
     return any(target.is_relative_to(root) for root in roots)
 
 
-def _other_files(folder: Path) -> str:
-    """Names files of a folder that may be weights in another format, for the message that there are none."""
+def other_files(folder: Path) -> str:
+    """Names pickles of a folder that has no safetensors, as the end of a message; empty: there are none."""
     others = sorted(f.name for f in folder.glob("*") if f.suffix in PICKLED_ENDINGS and f.is_file())
     if not others:
-        return "; fetch the model again"
+        return ""
     return (
-        f"; {', '.join(others[:3])} may be pickles, which can contain code, and are not read: save the model "
-        "as safetensors"
+        f" ({', '.join(others[:3])} is a pickle, which can contain code, and is not read: save the model as "
+        "safetensors)"
     )
 
 
@@ -207,6 +218,7 @@ def value_range(tensor: Tensor) -> tuple[float, float]:
 
     It takes one pass and no copy, except for float8.
     """
+    tensor = tensor.detach()
     low, high = torch.aminmax(tensor if tensor.dtype.itemsize > 1 else tensor.float())
     return float(low), float(high)
 
