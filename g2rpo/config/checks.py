@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g2rpo.data.prompts import check_source
+from g2rpo.models.loading.damage import file_note
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
@@ -107,7 +108,8 @@ def check_files(settings: Settings) -> None:
     model = settings.model
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(
-            f"model={model!r} looks like a folder, and there is none; give an existing one or a hub name"
+            f"model={model!r} looks like a folder, and there is none{file_note(Path(model).expanduser())}; "
+            "give an existing one or a hub name"
         )
     if settings.weights is not None:
         _check_weights(settings.weights)
@@ -121,7 +123,6 @@ def check_files(settings: Settings) -> None:
 
 
 def _check_weights(text: str) -> None:
-    from g2rpo.models.loading.damage import file_note
     from g2rpo.models.transformer.weights import weight_file
 
     path = Path(text).expanduser()

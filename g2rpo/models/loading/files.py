@@ -49,6 +49,12 @@ def config_folder(name: str | Path) -> Path:
 
 
 def _checked(folder: Path) -> Path:
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(
+            f"{folder} is a folder of PEFT (adapter_config.json) without adapter_model.safetensors; "
+            "adapter_model.bin is a pickle, which can contain code and is not read: save the adapters as "
+            "safetensors"
+        )
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{folder} is a folder of PEFT (adapter_config.json), which holds adapters and no model; give it "
