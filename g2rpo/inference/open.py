@@ -272,6 +272,7 @@ def is_weights(path: Path) -> bool:
     """Whether `path` holds bare weights: a LoRA, a transformer's folder, or a .safetensors file."""
     if path.is_dir():
         return weight_file(path) is not None or (
-            (path / "config.json").is_file() and not (path / "model_index.json").is_file()
+            not (path / "model_index.json").is_file()
+            and ((path / "config.json").is_file() or any(path.glob("*.safetensors.index.json")))
         )
     return path.suffix == ".safetensors"

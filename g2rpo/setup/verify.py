@@ -75,6 +75,11 @@ def _header_rows(path: Path, base: str | None, family: str | None) -> list[Row]:
             return check(path, base, family)
     problem = "neither a model's folder nor a weight file" if path.exists() else "not there"
     problem += file_note(path)
+    for index in sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else ():
+        try:
+            index_names(index)
+        except ValueError as error:
+            problem = str(error)
     return [Row(str(path), "missing", problem, "give a folder in diffusers layout, or a weight file")]
 
 

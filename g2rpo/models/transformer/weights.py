@@ -18,6 +18,7 @@ from g2rpo.models.loading.reading import (
     all_finite,
     check_dtypes,
     copy_rows,
+    index_names,
     meta_tensors,
     meta_tensors_of,
     mismatches,
@@ -194,6 +195,8 @@ def _files(architecture: Architecture, path: Path) -> dict[str, Path]:
                 "file of PEFT, because adapter_model.bin is a pickle, which can contain code: save the "
                 "adapters as safetensors"
             )
+        for index in sorted(folder.glob("*.safetensors.index.json")):
+            index_names(index)  # says what is wrong with it
         if not (folder / "config.json").is_file():
             raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
         kind = read_json(folder / "config.json").get("_class_name", architecture.network)
