@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -68,6 +68,7 @@ def needs(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     family: str | None = None,
+    code: Collection[str] | None = None,
 ) -> list[Need]:
     """Lists what a run with this model and these rewards needs; sizes and licences come from the hub.
 
@@ -76,12 +77,21 @@ def needs(
         rewards: names; `module:function` is the user's own.
         options: reward -> its options; `path` and `tokenizer` replace its repositories.
         family: a custom family as "module:attribute".
+        code: entries `module:attribute` that may be imported to see what they need; None: all.
 
     Raises:
         ValueError: no such model, folder, repository or reward, an incomplete folder, or no network.
     """
+    if family is not None and code is not None and family not in code:
+        raise ValueError(
+            f"the settings name the custom family {family}, whose code is imported only if you name it: give "
+            f"family={family} after the file"
+        )
     listed = [_model_need(model, family)]
     for name in dict.fromkeys(rewards):
+        if ":" in name and code is not None and name not in code:
+            listed.append(Need(f"reward {name}", "code that a run names, which is not imported here"))
+            continue
         spec = reward_facts(name).spec  # a ValueError if there is no such reward
         if spec is None or not spec.sources:
             listed.append(Need(f"reward {name}", "your own code" if spec is None else spec.origin))

@@ -59,13 +59,14 @@ COMMANDS = {
     "export": ["export", "RUN", "--out", "exported"],
     "evaluate": ["evaluate", "RUN", *SCORED],
     "doctor": ["doctor", "--verify", "RUN"],
+    "fetch": ["fetch", "RUN/config.toml", "--dry-run"],
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_code_of_a_run_is_imported(run, folder, command):
     (folder / "prompts.txt").write_text("a red circle\n")
-    words = [str(run) if word == "RUN" else word for word in COMMANDS[command]]
+    words = [word.replace("RUN", str(run)) for word in COMMANDS[command]]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == (1 if command == "doctor" else 0), (result.output, result.exception)
     assert not (folder / "mark").exists() and not set(MODULES) & sys.modules.keys()
