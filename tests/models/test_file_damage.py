@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support.payloads import refused
 
+from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.reading import read_header
 from g2rpo.rewards.registry import load_reward
 from g2rpo.setup.verify import verify
@@ -126,6 +127,22 @@ def test_every_command_names_it(sound, tmp_path, damage):
         message = refused(*command)
         assert str(path) in message and all(word in message for word in words), message
         assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\nsize 3\n", "a Git LFS pointer"),
+        (b"<html><title>Log in</title>", "a web page, titled 'Log in'"),
+        (b"", "empty"),
+        (b"{", "is not valid JSON: Expecting"),
+        (b"\xff", "is not valid JSON: 'utf-8'"),
+    ],
+)
+def test_configurations_that_are_no_json(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        read_json(tmp_path / "config.json")
 
 
 def test_what_is_no_file_is_named(tmp_path):

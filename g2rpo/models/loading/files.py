@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from g2rpo.models.loading.damage import file_note
+from g2rpo.models.loading.damage import file_kind, file_note
 
 CONFIG_FILES = ("*/config.json", "*/tokenizer_config.json", "*/scheduler_config.json")
 """Patterns of the configuration files of a model's parts."""
@@ -167,7 +167,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also text that is not UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        kind = file_kind(path) or ""
+        cause = f"it is {kind}" if kind.startswith(("a Git LFS", "a web page", "empty")) else error
+        raise ValueError(f"{path} is not valid JSON: {cause}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} should hold a JSON object, got {type(content).__name__}")
     return content
