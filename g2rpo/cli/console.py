@@ -68,7 +68,8 @@ def writable_folder(folder: Path, option: str) -> Path:
 def search_current_folder() -> None:
     """Adds the current folder to the search path of modules, so that my_file:name finds ./my_file.py.
 
-    `python -m g2rpo` does the same.
+    Commands that open models of others call it only if the user named code. `python -m g2rpo` does the same
+    always.
     """
     sys.path.append(os.getcwd())
 

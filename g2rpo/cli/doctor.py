@@ -38,7 +38,8 @@ def doctor(
             "--base and --family belong to the weights in --verify PATH; give that option too, or neither"
         )
     if verify is not None:
-        sys.path.append(os.getcwd())  # so that my_family:FAMILY finds ./my_family.py
+        if family is not None:
+            sys.path.append(os.getcwd())  # so that my_family:FAMILY finds ./my_family.py
         from g2rpo.setup.verify import verify as verify_weights
 
         findings = verify_weights(verify, base, family)

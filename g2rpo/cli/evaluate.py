@@ -85,7 +85,8 @@ def evaluate(
         first_share=first_share,
         conditions={"guidance": guidance, "resolution": resolution_of(resolution), "precision": precision},
     )
-    search_current_folder()
+    if family is not None or ":" in rewards:
+        search_current_folder()
     from g2rpo.evaluation.evaluate import evaluate as evaluate_models
     from g2rpo.evaluation.tables import notes, split
     from g2rpo.runtime.processes import is_first_process

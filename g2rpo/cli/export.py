@@ -45,7 +45,8 @@ def export(
       g2rpo export runs/tiny --out tuned --layout diffusers
     """
     out = None if out is None else writable_folder(out, "--out")
-    search_current_folder()
+    if family is not None:
+        search_current_folder()
     from g2rpo.exporters.export import export_run
 
     print(export_run(run, out, kind=layout, dtype=dtype, family=family))

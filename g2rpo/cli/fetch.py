@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,12 +32,16 @@ def fetch(
     """
     from g2rpo.config.load import load_settings
 
-    settings = load_settings(*recipe_and_overrides(recipe, overrides), check_files=False)
+    file, words = recipe_and_overrides(recipe, overrides)
+    settings = load_settings(file, words, check_files=False)
+    # The settings of a run may be someone else's, so only code that the command line names is imported.
+    is_run = file is not None and Path(file).name == "config.toml"
+    code = re.findall(r"[\w.]+:\w+", " ".join(words)) if is_run else None
     sys.path.append(os.getcwd())  # so that a reward or a family of one's own is found there
     from g2rpo.setup.fetch import fetch_needs, needs
 
     rewards = [*settings.rewards, *settings.eval_rewards]
-    required = needs(settings.model, rewards, settings.reward_options, family=settings.family)
+    required = needs(settings.model, rewards, settings.reward_options, family=settings.family, code=code)
     print(*required, sep="\n")
     if not dry_run:
         fetch_needs(required)

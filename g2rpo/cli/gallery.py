@@ -77,7 +77,8 @@ def gallery(
         first_share=first_share,
         conditions={"guidance": guidance, "resolution": resolution_of(resolution), "precision": precision},
     )
-    search_current_folder()
+    if family is not None:
+        search_current_folder()
     from g2rpo.evaluation.gallery import gallery as draw_gallery
     from g2rpo.runtime.processes import is_first_process
 

@@ -88,7 +88,8 @@ def sample(
     number = None if shift == "pipeline" else positive_number("--shift", shift, "pipeline")
     folder = writable_folder(out, "--out")
     size = resolution_of(resolution)
-    search_current_folder()
+    if family is not None:
+        search_current_folder()
     from g2rpo.data.prompts import Prompt
     from g2rpo.inference.sample import SampleRequest, sample_to_folder, share_of_first
 

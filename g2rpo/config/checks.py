@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g2rpo.data.prompts import check_source
+from g2rpo.models.loading.damage import file_note
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
@@ -107,14 +108,11 @@ def check_files(settings: Settings) -> None:
     model = settings.model
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(
-            f"model={model!r} looks like a folder, and there is none; give an existing one or a hub name"
+            f"model={model!r} looks like a folder, and there is none{file_note(Path(model).expanduser())}; "
+            "give an existing one or a hub name"
         )
     if settings.weights is not None:
-        file = Path(settings.weights).expanduser()
-        if file.suffix != ".safetensors" or not file.is_file():
-            raise ValueError(
-                f"weights={settings.weights!r} is not an existing .safetensors file; give the path of one"
-            )
+        _check_weights(settings.weights)
     for name, text in (("out", settings.out), ("cache", settings.cache)):
         folder = Path(text).expanduser().absolute()
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -122,3 +120,16 @@ def check_files(settings: Settings) -> None:
             raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ValueError(f"{name}={text!r}: no permission to write in {nearest}; name another folder")
+
+
+def _check_weights(text: str) -> None:
+    from g2rpo.models.transformer.weights import weight_file
+
+    path = Path(text).expanduser()
+    if path.is_dir() and weight_file(path) is not None:
+        return
+    if path.suffix != ".safetensors" or not path.is_file():
+        raise ValueError(
+            f"weights={text!r} is not an existing .safetensors file{file_note(path)}; give the path of one, "
+            "or of a folder of adapters"
+        )

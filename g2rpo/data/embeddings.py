@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from g2rpo.models.loading.reading import read_header
 from g2rpo.models.policy import Conditioning
 from g2rpo.runtime.files import atomic_path, write_atomic
 
@@ -166,15 +167,20 @@ def _key(identity: str, prompt: str) -> str:
 
 
 def _keys_of(shard: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
+    again = "delete this file, and it will be written again"
     try:
-        with safe_open(shard, framework="pt") as file:
-            keys: list[str] = json.loads(file.metadata()["keys"])
-    except SafetensorError as error:
-        raise ValueError(
-            f"damaged embeddings {shard} ({error}); delete this file, and it will be written again"
-        ) from error
+        read_header(shard)  # names the cause of any damage
+    except ValueError as error:
+        raise ValueError(f"damaged embeddings {error}; {again}") from error
+    with safe_open(shard, framework="pt") as file:
+        try:
+            keys = json.loads((file.metadata() or {})["keys"])
+        except (ValueError, KeyError, RecursionError) as error:
+            raise ValueError(f"damaged embeddings {shard} names no prompts; {again}") from error
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"damaged embeddings {shard} names no list of prompts; {again}")
     return keys
 
 

@@ -8,7 +8,6 @@ a LoRA folder, a .safetensors     applied to `base`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,11 @@ import torch
 
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
+from g2rpo.models.loading.files import read_json
 from g2rpo.models.options import CONDITIONS, PolicyOptions, Precision, SigmaRounding, without_none
 from g2rpo.models.policy import Policy, root_module, trained_parameters
 from g2rpo.models.registry import load_policy
-from g2rpo.models.transformer.weights import COMFYUI_LORA_FILE, LORA_FILE, weight_file
+from g2rpo.models.transformer.weights import is_adapter_file, weight_file
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.checkpoint import load_checkpoint
 from g2rpo.run.folder import BEST, damage, latest_checkpoint
@@ -42,7 +42,7 @@ def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
     """
     record = export_record(path)
     file = weight_file(path)
-    adapters = file is not None and file.name in (LORA_FILE, COMFYUI_LORA_FILE)
+    adapters = file is not None and is_adapter_file(file)
     below = None if base or not adapters else record.get("settings", {}).get("weights")
     base = base or record.get("base_model")
     if base is None:
@@ -230,7 +230,11 @@ def export_record(path: Path) -> dict[str, Any]:
     file = path / EXPORT_FILE
     if not file.is_file():
         return {}
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    record = read_json(file)
+    if not isinstance(record.get("settings", {}), dict):
+        raise ValueError(
+            f"{file}: `settings` should be a JSON object, as `g2rpo export` writes it; export again"
+        )
     return record
 
 
@@ -268,6 +272,7 @@ def is_weights(path: Path) -> bool:
     """Whether `path` holds bare weights: a LoRA, a transformer's folder, or a .safetensors file."""
     if path.is_dir():
         return weight_file(path) is not None or (
-            (path / "config.json").is_file() and not (path / "model_index.json").is_file()
+            not (path / "model_index.json").is_file()
+            and ((path / "config.json").is_file() or any(path.glob("*.safetensors.index.json")))
         )
     return path.suffix == ".safetensors"

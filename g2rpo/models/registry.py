@@ -12,6 +12,7 @@ import torch
 from g2rpo.models.family import Configs, ModelFamily, ModelFiles, ModelShape, TextEncoders
 from g2rpo.models.loading.files import config_folder, local_folder, read_json
 from g2rpo.models.loading.precision import set_precision
+from g2rpo.models.loading.pretrained import check_parts
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.imports import check_not_injected, import_attribute
@@ -99,7 +100,9 @@ def fetch_model(name: str | Path, family: str | None = None) -> tuple[ModelFamil
     if is_tiny(text) or _built_in(text, family, with_known=False) is not None:
         return find_model(name, family)
     found, files = find_model(name, family)
-    return found, replace(files, folder=local_folder(name, found.parts), configs={})
+    folder = local_folder(name, found.parts)
+    check_parts(folder, found.parts)
+    return found, replace(files, folder=folder, configs={})
 
 
 def _built_in(name: str, custom: str | None, *, with_known: bool) -> tuple[ModelFamily, Configs] | None:
@@ -145,6 +148,8 @@ def check_policy(
         ValueError: there is no such model, or it does not support an option, or weights do not fit.
     """
     found, files = find_model(name, family)
+    if files.folder is not None and (is_tiny(str(name)) or Path(name).expanduser().is_dir()):
+        check_parts(files.folder, found.parts)  # of a model on the hub only configurations are here
     found.check(files, _resolved(found, files, options or PolicyOptions()), mesh)
 
 

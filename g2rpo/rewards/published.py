@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.models.loading.damage import file_note
+from g2rpo.models.loading.reading import read_header
+
 TORCH_FILES = (".pt", ".pth", ".bin")
 
 
@@ -76,13 +79,13 @@ def read_state(file: Path) -> dict[str, Tensor]:
     """
     if file.suffix != ".safetensors":
         return read_torch(file)
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged ({error}); fetch it again") from error
+        read_header(file)  # names the cause of any damage
+    except ValueError as error:
+        raise ValueError(f"{error}; fetch it again") from error
+    return load_file(file)
 
 
 def read_torch(file: Path, device: str = "cpu") -> dict[str, Tensor]:
@@ -104,22 +107,25 @@ def read_torch(file: Path, device: str = "cpu") -> dict[str, Tensor]:
         )
     with file.open("rb") as stream:
         start = stream.read(12)
-    if start == b"version http":
-        raise ValueError(f"{file} is a git-lfs pointer: run `git lfs pull` to fetch the file")
-    if start.startswith(b"PK") and not zipfile.is_zipfile(file):
-        raise ValueError(f"{file} is damaged (truncated); fetch it again")
     if not start.startswith((b"PK", b"\x80")):  # a zip archive, or a bare pickle (torch < 1.6)
-        raise ValueError(f"{file} was not written by torch; fetch it again")
+        raise ValueError(f"{file} was not written by torch{file_note(file)}; fetch it again")
+    if start.startswith(b"PK") and not zipfile.is_zipfile(file):
+        size = f"{file.stat().st_size:,} bytes"
+        raise ValueError(f"{file} is damaged (truncated: {size} of a longer zip archive); fetch it again")
     mapped = device == "cpu" and zipfile.is_zipfile(file)  # reads tensors when they are used
     try:
         content: Any = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{file} contains more than tensors; nothing in it was executed or loaded. Fetch it again from "
-            "where it was published"
+            f"{file} contains more than tensors; nothing in it was executed or loaded{file_note(file)}. "
+            "Fetch it again from where it was published"
         ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}); fetch it again") from error
+    except Exception as error:  # a damaged archive fails in many ways, none of which runs code
+        if "TorchScript" in str(error):
+            raise ValueError(f"{file} contains code and none of it was run{file_note(file)}") from error
+        raise ValueError(
+            f"{file} is damaged ({(str(error) or type(error).__name__).splitlines()[0]}); fetch it again"
+        ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not all(

@@ -26,7 +26,9 @@ class TinyClip:
 
         self.device = device
         with quiet_packages():
-            self.clip: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            self.clip: Any = (
+                CLIPModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).to(device).eval()
+            )
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._text: dict[str, Tensor] = {}
 

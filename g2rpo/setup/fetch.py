@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -17,6 +17,7 @@ from typing import Any
 
 from g2rpo.models.family import ModelFamily
 from g2rpo.models.loading.files import local_folder, read_json
+from g2rpo.models.loading.reading import index_names, other_files
 from g2rpo.models.registry import find_model, is_random, known_models
 from g2rpo.models.tiny import is_tiny
 from g2rpo.rewards.base import RewardSpec, Source
@@ -67,6 +68,7 @@ def needs(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     family: str | None = None,
+    code: Collection[str] | None = None,
 ) -> list[Need]:
     """Lists what a run with this model and these rewards needs; sizes and licences come from the hub.
 
@@ -75,12 +77,21 @@ def needs(
         rewards: names; `module:function` is the user's own.
         options: reward -> its options; `path` and `tokenizer` replace its repositories.
         family: a custom family as "module:attribute".
+        code: entries `module:attribute` that may be imported to see what they need; None: all.
 
     Raises:
         ValueError: no such model, folder, repository or reward, an incomplete folder, or no network.
     """
+    if family is not None and code is not None and family not in code:
+        raise ValueError(
+            f"the settings name the custom family {family}, whose code is imported only if you name it: give "
+            f"family={family} after the file"
+        )
     listed = [_model_need(model, family)]
     for name in dict.fromkeys(rewards):
+        if ":" in name and code is not None and name not in code:
+            listed.append(Need(f"reward {name}", "code that a run names, which is not imported here"))
+            continue
         spec = reward_facts(name).spec  # a ValueError if there is no such reward
         if spec is None or not spec.sources:
             listed.append(Need(f"reward {name}", "your own code" if spec is None else spec.origin))
@@ -151,11 +162,11 @@ def _missing_of_part(folder: Path, part: str) -> list[str]:
             missing.append(f"{part}/{' or '.join(vocabularies)}")
         return missing
     missing = [] if (path / "config.json").is_file() else [f"{part}/config.json"]
-    indexes = sorted(path.glob("*.index.json"))
-    shards = {shard for index in indexes for shard in read_json(index).get("weight_map", {}).values()}
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    shards = {shard for index in indexes for shard in index_names(index).values()}
     missing += [f"{part}/{shard}" for shard in sorted(shards) if not (path / shard).is_file()]
-    if not indexes and not any(file for kind in ("*.safetensors", "*.bin") for file in path.glob(kind)):
-        missing.append(f"{part}/*.safetensors")
+    if not indexes and not any(path.glob("*.safetensors")):
+        missing.append(f"{part}/*.safetensors{other_files(path)}")
     return missing
 
 

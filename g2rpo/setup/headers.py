@@ -1,11 +1,12 @@
-"""Compares the headers of weight files with the expected keys, shapes and dtypes."""
+"""Compares the headers of weight files with the expected keys, shapes and dtypes, and checks values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from g2rpo.models.loading.reading import FLOATS, Header
+from g2rpo.models.loading.reading import FLOATS, Header, all_finite, read_header
 from g2rpo.setup.doctor import Row
 
 Shapes = dict[str, tuple[int, ...]]
@@ -69,3 +70,29 @@ def not_floats(header: Header) -> list[str]:
 def dtypes(header: Header) -> str:
     """Names the dtypes of a file, such as `BF16 and F32`."""
     return " and ".join(sorted({dtype for dtype, _ in header.values()}))
+
+
+def not_finite_rows(path: Path) -> list[Row]:
+    """Reads all tensors of a safetensors file, or of a folder's, and reports those that are not finite.
+
+    Returns:
+        One row per file with NaN or infinite values.
+    """
+    rows = []
+    for file in sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]:
+        if file.suffix == ".safetensors" and (broken := _not_finite(file)):
+            kinds = {"tensors with NaN or infinite values": (broken, f"weights must be finite; {AGAIN}")}
+            rows += problems(file.name, kinds)
+    return rows
+
+
+def _not_finite(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    header = read_header(file)
+    with safe_open(file, framework="pt") as opened:
+        return [
+            key
+            for key, (dtype, _) in header.items()
+            if dtype in FLOATS and not all_finite(opened.get_tensor(key))
+        ]

@@ -1,4 +1,4 @@
-"""Checks model files: keys, shapes and dtypes from their headers, and the values of adapters.
+"""Checks model files: keys, shapes and dtypes from their headers, then whether all values are finite.
 
     a model in diffusers layout    every part is compared with the network that its config.json describes
     a transformer in one file      diffusers' or the original's keys are compared with the base model
@@ -22,16 +22,19 @@ import torch
 
 from g2rpo.inference.open import export_record
 from g2rpo.models.family import ModelFamily
+from g2rpo.models.loading.damage import file_note
 from g2rpo.models.loading.files import component_class, read_json
-from g2rpo.models.loading.reading import Header, read_header
+from g2rpo.models.loading.reading import Header, index_names, other_files, read_header
 from g2rpo.models.registry import families, find_model
 from g2rpo.models.transformer.architecture import Architecture
 from g2rpo.models.transformer.lora_checks import inspect_lora
-from g2rpo.models.transformer.lora_keys import is_lora
+from g2rpo.models.transformer.lora_config import PEFT_CONFIG, PEFT_FILE
+from g2rpo.models.transformer.lora_keys import Names, is_lora
+from g2rpo.models.transformer.weight_keys import own_keys, quantised
 from g2rpo.models.transformer.weights import weight_file
 from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.setup.doctor import Row
-from g2rpo.setup.headers import AGAIN, Shapes, compared, dtypes, problems
+from g2rpo.setup.headers import AGAIN, Shapes, compared, dtypes, not_finite_rows, problems
 from g2rpo.setup.verify_rewards import REWARD_KINDS
 
 OTHER = "another architecture or layout; name the model that it belongs to with --base"
@@ -41,7 +44,9 @@ WRAPPERS = ("model", "text_model", "language_model")
 
 
 @quiet_packages()
-def verify(path: str | Path, base: str | None = None, family: str | None = None) -> list[Row]:
+def verify(
+    path: str | Path, base: str | None = None, family: str | None = None, *, values: bool = True
+) -> list[Row]:
     """Returns the rows of `g2rpo doctor --verify PATH`: one per valid file or part, one per problem.
 
     Args:
@@ -49,11 +54,19 @@ def verify(path: str | Path, base: str | None = None, family: str | None = None)
         base: model that a bare file belongs to, as in `load_policy`; None: the first model of the family
             whose keys the file has.
         family: a custom family as "module:attribute", which is asked before the shipped ones.
+        values: whether to read all tensors and check that they are finite, if the headers are valid.
 
     Raises:
         ValueError: `base` or `family` does not exist.
     """
     path = Path(path).expanduser()
+    rows = _header_rows(path, base, family)
+    if values and not any(row.status == "missing" for row in rows):
+        rows += not_finite_rows(path)
+    return rows
+
+
+def _header_rows(path: Path, base: str | None, family: str | None) -> list[Row]:
     for is_reward, check_reward in REWARD_KINDS:
         if is_reward(path):
             return check_reward(path, base)
@@ -61,6 +74,12 @@ def verify(path: str | Path, base: str | None = None, family: str | None = None)
         if recognise(path):
             return check(path, base, family)
     problem = "neither a model's folder nor a weight file" if path.exists() else "not there"
+    problem += file_note(path)
+    for index in sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else ():
+        try:
+            index_names(index)
+        except ValueError as error:
+            problem = str(error)
     return [Row(str(path), "missing", problem, "give a folder in diffusers layout, or a weight file")]
 
 
@@ -121,10 +140,9 @@ def _transformer_folder(folder: Path, base: str | None, custom: str | None) -> l
         kind = config.get("_class_name", networks[0])
         if kind not in networks:
             raise ValueError(f"config.json is that of a {kind}, not of a {' or '.join(networks)}")
-        shapes = _diffusers_shapes(kind, config)
+        return _network(folder, NETWORK_STEM, _diffusers_shapes(kind, config))
     except ValueError as error:
         return [Row(folder.name, "missing", str(error), AGAIN)]
-    return _network(folder, NETWORK_STEM, shapes)
 
 
 def _export_folder(folder: Path, base: str | None, custom: str | None) -> list[Row]:
@@ -132,6 +150,13 @@ def _export_folder(folder: Path, base: str | None, custom: str | None) -> list[R
     file = weight_file(folder)
     assert file is not None
     return _file(file, base or export_record(folder).get("base_model"), custom)
+
+
+def _pickled_adapters(folder: Path, base: str | None, custom: str | None) -> list[Row]:
+    """Reports a folder of PEFT without a safetensors file."""
+    problem = f"{folder} has {PEFT_CONFIG} without {PEFT_FILE}"
+    advice = "save the adapters as safetensors; adapter_model.bin is a pickle, which can contain code"
+    return [Row(folder.name, "missing", problem, advice)]
 
 
 def _file(path: Path, base: str | None, custom: str | None) -> list[Row]:
@@ -156,9 +181,14 @@ def _transformer(
     name: str, header: Header, architecture: Architecture, config: Mapping[str, Any]
 ) -> list[Row]:
     shapes, layout = _diffusers_shapes(architecture.network, config), architecture.layout
+    if (kind := quantised(header)) is not None:
+        return [Row(name, "missing", kind, OTHER)]
+    try:
+        own = own_keys(header, shapes, config, layout)
+    except ValueError as error:
+        return [Row(name, "missing", str(error), AGAIN)]
+    header = {weight: header[key] for weight, key in own.items()}
     if layout is not None and layout.recognises(header):
-        prefix = layout.prefix(header)  # besides prefixed keys there may be a VAE and text encoders
-        header = {key.removeprefix(prefix): value for key, value in header.items() if key.startswith(prefix)}
         tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         shapes = _shapes(layout.to_original(tensors, config))
     return compared(name, header, shapes, OTHER)
@@ -180,6 +210,7 @@ KINDS: tuple[Kind, ...] = (
     (lambda path: (path / "model_index.json").is_file(), _pipeline),
     (lambda path: (path / "config.json").is_file() and weight_file(path) is None, _transformer_folder),
     (lambda path: path.is_dir() and weight_file(path) is not None, _export_folder),
+    (lambda path: (path / PEFT_CONFIG).is_file(), _pickled_adapters),
     (lambda path: path.suffix == ".safetensors" and path.is_file(), _file),
 )
 """(recognises a path, checks it) for each kind of file; the first that recognises a path is used."""
@@ -207,16 +238,15 @@ def _owner(header: Header, custom: str | None) -> tuple[Architecture, Mapping[st
         names = list(_diffusers_shapes(architecture.network, config))
         if architecture.layout is not None:
             names += [source.key for source in architecture.layout.sources(config).values()]
-            names += architecture.layout.lora_names(config)
-        return len(layers & {_layer(name) for name in names})
+        finder = Names(_layer(name) for name in names)
+        return sum(finder.find(layer) is not None for layer in layers)
 
     return max(_architectures(custom), key=matches)
 
 
 def _layer(key: str) -> str:
-    """The layer that a key of weights or adapters belongs to, without a file's prefix."""
-    key = re.sub(r"^(transformer|model\.diffusion_model|diffusion_model)\.", "", key)
-    return re.sub(r"\.(lora_\w+\.weight|alpha|weight|bias|scale)$", "", key)
+    """The layer that a key of weights or adapters belongs to."""
+    return re.sub(r"\.(lora_\w+(\.\w+)?\.weight|alpha|weight|bias|scale)$", "", key)
 
 
 # ---- headers
@@ -229,7 +259,7 @@ def _network(
     ties: Mapping[str, str] | None = None,
     name_of: Callable[[str], str] = str,
 ) -> list[Row]:
-    """Checks the files of one network, in one file or in shards.
+    """Checks the files of one network, in one file or in shards; raises ValueError if its index is damaged.
 
     Args:
         stem: name of the file; with `.index.json`, name of the shards' index.
@@ -237,13 +267,10 @@ def _network(
         name_of: key in the files -> key in `shapes` and `ties`.
     """
     index = folder / f"{stem}.index.json"
-    if index.is_file():
-        shard_of = {key: str(file) for key, file in read_json(index).get("weight_map", {}).items()}
-    else:
-        shard_of = {}
+    shard_of = index_names(index) if index.is_file() else {}
     files = [folder / name for name in sorted(set(shard_of.values()))] or [folder / stem]
     if absent := [file.name for file in files if not file.is_file()]:
-        return problems(folder.name, {"missing files": (absent, AGAIN)})
+        return problems(folder.name, {"missing files": (absent, AGAIN + other_files(folder))})
     merged: Header = {}
     damaged = []
     for file in files:

@@ -87,7 +87,7 @@ def test_two_strengths_of_one_layer(base, tmp_path):
     check_model(str(path), str(base))
     save_file(names.sound | {names.alpha: torch.tensor(2.0)}, path, metadata)
     for message in all_refusals(path, base):
-        assert "alpha 2 as a tensor, 4 in the metadata" in message
+        assert "alpha 2 as a tensor, 4 in its metadata" in message
 
 
 def test_two_adapters_for_the_same_rows(base, tmp_path):

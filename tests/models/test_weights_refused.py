@@ -149,12 +149,3 @@ def test_damaged_files(base, tmp_path, damage, is_transformer):
     path.write_bytes(change(path.read_bytes()))
     for message in all_refusals(path, base):
         assert all(word in message for word in words), message
-
-
-def test_a_folder_of_peft_is_named(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    save_file(Names("no prefix").sound, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="is a folder of PEFT"):
-        open_policy(tmp_path, base="tiny", device="cpu")
-    with pytest.raises(ValueError, match="is a folder of PEFT"):
-        check_model(str(tmp_path), "tiny")

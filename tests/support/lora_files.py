@@ -164,28 +164,25 @@ BROKEN: dict[str, Callable] = {
         n.sound | {f"{n.layer}.{end}.weight": torch.ones(2, 32) for end in ("lora_A", "lora_down")},
         ["no part of a LoRA"],
     ),
-    "compiled": lambda n: (
-        {f"transformer._orig_mod.{LAYER}.lora_{end}.weight": torch.ones(2, 2) for end in "AB"},
-        ["_orig_mod.", "convert"],
-    ),
-    "PEFT's names": lambda n: (
-        {f"base_model.model.{LAYER}.lora_{end}.weight": torch.ones(2, 2) for end in "AB"},
-        ["PEFT's own names"],
-    ),
-    "PEFT's adapter": lambda n: (
-        {f"{LAYER}.lora_{end}.default.weight": torch.ones(2, 2) for end in "AB"},
-        ["with an adapter's name"],
-    ),
-    "kohya's names of diffusers' layers": lambda n: (
+    "two adapters": lambda n: (
         {
-            f"lora_transformer_{LAYER.replace('.', '_')}.lora_{end}.weight": torch.ones(2, 2)
-            for end in ("up", "down")
+            f"{LAYER.replace('to_q', layer)}.lora_{end}.{name}.weight": torch.ones(shape)
+            for layer, name in (("to_q", "default"), ("to_v", "other"))
+            for end, shape in (("A", (2, 32)), ("B", (32, 2)))
         },
-        ["lora_transformer_…", "convert"],
+        ["2 adapters", "default, other", "one LoRA"],
     ),
-    "doubled prefix": lambda n: (
-        {f"transformer.transformer.{LAYER}.lora_{end}.weight": torch.ones(2, 2) for end in "AB"},
-        ["prefix", "convert"],
+    "LyCORIS": lambda n: (
+        {f"lycoris_{LAYER.replace('.', '_')}.lora_{end}.weight": torch.ones(2, 2) for end in ("up", "down")},
+        ["LyCORIS", "convert"],
+    ),
+    "attention processors": lambda n: (
+        {f"double_blocks.0.processor.qkv_lora1.{end}.weight": torch.ones(2, 2) for end in ("up", "down")},
+        ["attention processors", "convert"],
+    ),
+    "modules_to_save": lambda n: (
+        n.sound | {"base_model.model.proj_out.modules_to_save.default.weight": torch.ones(32, 32)},
+        ["modules_to_save", "plain LoRA"],
     ),
     "no tensors": lambda n: ({}, ["empty", "no tensors"]),
 }

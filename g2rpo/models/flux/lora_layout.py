@@ -24,13 +24,6 @@ from g2rpo.models.flux.layout import layer_sources
 from g2rpo.models.transformer.lora_keys import split
 
 
-def comfyui_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns each name that a LoRA file may use for a layer of the original -> the original's name."""
-    layers = {source.key for source in layer_sources(config).values()}
-    kohya = {f"lora_unet_{layer.replace('.', '_')}": layer for layer in layers}
-    return kohya | {f"diffusion_model.{layer}": layer for layer in layers}
-
-
 def lora_to_comfyui(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Converts the adapters of a FluxTransformer2DModel to the original's layout, with alpha = R.
 

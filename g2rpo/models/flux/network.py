@@ -5,12 +5,10 @@ from __future__ import annotations
 from g2rpo.models.flux.layout import (
     is_original,
     layer_sources,
-    original_prefix,
     sources,
     to_diffusers,
     to_original,
 )
-from g2rpo.models.flux.lora_layout import comfyui_names
 from g2rpo.models.transformer.architecture import Architecture, OriginalLayout
 
 LORA_TARGETS = (
@@ -22,12 +20,10 @@ LORA_TARGETS = (
 
 ORIGINAL = OriginalLayout(
     recognises=is_original,
-    prefix=original_prefix,
     sources=sources,
     layer_sources=layer_sources,
     to_diffusers=to_diffusers,
     to_original=to_original,
-    lora_names=comfyui_names,
 )
 
 FLUX = Architecture(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from g2rpo.models.family import TextEncoders, Truncation
 from g2rpo.models.loading.files import component_class, fingerprint
 from g2rpo.models.loading.precision import DTYPES
+from g2rpo.models.loading.pretrained import check_finite, load_module, load_tokenizer
 from g2rpo.models.policy import Conditioning
 from g2rpo.runtime.quiet import quiet_packages
 
@@ -47,8 +48,8 @@ class FluxText(TextEncoders):
     ) -> None:
         self.folder, self.device, self.precision = folder, device, precision
         self.dtype = DTYPES[precision]
-        self.tokenizer: Any = component_class(folder, "tokenizer").from_pretrained(folder / "tokenizer")
-        self.tokenizer_2: Any = component_class(folder, "tokenizer_2").from_pretrained(folder / "tokenizer_2")
+        self.tokenizer: Any = load_tokenizer(component_class(folder, "tokenizer"), folder / "tokenizer")
+        self.tokenizer_2: Any = load_tokenizer(component_class(folder, "tokenizer_2"), folder / "tokenizer_2")
         limit = int(self.tokenizer_2.model_max_length)
         self.max_sequence_length = checked_length(max_sequence_length, limit, folder)
         self._encoders: tuple[nn.Module, nn.Module] | None = None
@@ -117,10 +118,10 @@ class FluxText(TextEncoders):
         if self._encoders is None:
             loaded = []
             for part in ("text_encoder", "text_encoder_2"):
-                encoder = component_class(self.folder, part).from_pretrained(
-                    self.folder / part, dtype=self.dtype
-                )
-                loaded.append(encoder.to(self.device).eval().requires_grad_(False))
+                kind = component_class(self.folder, part)
+                encoder = load_module(kind, self.folder / part, dtype=self.dtype).to(self.device)
+                check_finite(encoder, self.folder / part)
+                loaded.append(encoder.eval().requires_grad_(False))
             self._encoders = (loaded[0], loaded[1])
         return self._encoders
 

@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 
+from g2rpo.models.loading.damage import file_kind, file_note
+
 CONFIG_FILES = ("*/config.json", "*/tokenizer_config.json", "*/scheduler_config.json")
 """Patterns of the configuration files of a model's parts."""
+
+_ATTENTION = ("attn_implementation", "_attn_implementation", "experts_implementation")
+"""Entries of transformers' configurations that may name a kernel on the hub, which is code."""
 
 _FULLY_READ_BYTES = 256 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 2**20
@@ -44,17 +49,54 @@ def config_folder(name: str | Path) -> Path:
 
 
 def _checked(folder: Path) -> Path:
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(
+            f"{folder} is a folder of PEFT (adapter_config.json) without adapter_model.safetensors; "
+            "adapter_model.bin is a pickle, which can contain code and is not read: save the adapters as "
+            "safetensors"
+        )
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
-            "adapters with diffusers' save_lora_weights, and give that file with its base model"
+            f"{folder} is a folder of PEFT (adapter_config.json), which holds adapters and no model; give it "
+            "as the model, and the model that it belongs to as its base (--base)"
         )
     if not (folder / "model_index.json").is_file():
         raise ValueError(
             f"{folder} holds no model_index.json; a model is a folder in diffusers layout "
             "(model_index.json beside transformer/, vae/, text_encoder/ …), as `g2rpo export` writes it"
         )
+    _check_no_code(folder)
     return folder
+
+
+def _check_no_code(folder: Path) -> None:
+    """Checks that a model's configuration names no code that comes with it; none would be run.
+
+    Raises:
+        ValueError: it does, or a configuration is damaged.
+    """
+    configs = [folder / "model_index.json", *sorted(file for p in CONFIG_FILES for file in folder.glob(p))]
+    for file in configs:
+        content = read_json(file)
+        own = [f"auto_map {content['auto_map']!r}"] if content.get("auto_map") else []
+        kind = content.get("_class_name")
+        own += [f"_class_name {kind!r}"] if kind is not None and not isinstance(kind, str) else []
+        own += [f"{key} {content[key]!r}" for key in _ATTENTION if "/" in str(content.get(key) or "")]
+        if file.parent == folder:
+            own += [f"{part} {entry!r}" for part, entry in content.items() if _is_own(folder, part, entry)]
+        if own:
+            raise ValueError(
+                f"{file} names code of its own ({'; '.join(own)[:200]}); none of it was run. g2rpo builds "
+                "models only from classes of diffusers and transformers: remove the entry if the model needs "
+                "no code, or use another model"
+            )
+
+
+def _is_own(folder: Path, part: str, entry: Any) -> bool:
+    """Whether an entry of model_index.json names a class in a Python file of the model's folder."""
+    if not isinstance(entry, list) or not entry or not isinstance(entry[0], str):
+        return False
+    return (folder / part / f"{entry[0]}.py").is_file() or (folder / f"{entry[0]}.py").is_file()
 
 
 def _hub_snapshot(name: str, patterns: Sequence[str]) -> Path:
@@ -62,6 +104,11 @@ def _hub_snapshot(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if (file := Path(name).expanduser()).is_file():
+        raise ValueError(
+            f"{name} is a file, and a model is a folder, a hub name or tiny; weights alone are "
+            f"a .safetensors file{file_note(file)}"
+        )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"no model folder {name!r}; give a folder, a hub name such as owner/model, or tiny")
     try:
@@ -80,14 +127,22 @@ def component_class(folder: Path, part: str) -> Any:
     """Returns the transformers class that model_index.json names for `part`, as the diffusers pipeline does.
 
     Raises:
-        ValueError: model_index.json names no class of transformers for `part`.
+        ValueError: model_index.json names no network or tokenizer of transformers for `part`.
     """
     import transformers
 
     index = read_json(folder / "model_index.json")
-    if part not in index or index[part][0] != "transformers":
-        raise ValueError(f"{folder / 'model_index.json'} names no transformers class for {part!r}")
-    return getattr(transformers, index[part][1])
+    entry = index.get(part)
+    kind = None
+    if isinstance(entry, list) and len(entry) == 2 and entry[0] == "transformers":
+        kind = getattr(transformers, str(entry[1]), None)
+    bases = (transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase)
+    if not (isinstance(kind, type) and issubclass(kind, bases)):  # no Auto class, which may run remote code
+        raise ValueError(
+            f"{folder / 'model_index.json'} names no transformers class for {part!r}, but {entry!r}; fetch "
+            "the model again"
+        )
+    return kind
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -111,8 +166,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"missing {path}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
+        kind = file_kind(path) or ""
+        cause = f"it is {kind}" if kind.startswith(("a Git LFS", "a web page", "empty")) else error
+        raise ValueError(f"{path} is not valid JSON: {cause}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} should hold a JSON object, got {type(content).__name__}")
     return content

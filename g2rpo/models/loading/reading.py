@@ -5,15 +5,15 @@ A process holds one tensor of a file at a time, or only its rows if the network 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from g2rpo.models.loading.damage import safetensors_damage
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.rows import Source
 from g2rpo.runtime.sharding import local
@@ -24,6 +24,9 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 """Dtypes of a network's weights, as safetensors names them."""
 
+PICKLED_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Endings of files that are usually pickles, which can contain code."""
+
 Locations = Mapping[str, tuple[Path, Source]]
 """Parameter name -> the file that contains it, and its rows there."""
 
@@ -32,18 +35,81 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """Returns parameter name -> safetensors file for a folder that diffusers wrote, in one file or several.
 
     Raises:
-        ValueError: the folder has no such files, or one of them is missing or damaged.
+        ValueError: the folder has no such files, or one of them is missing, damaged or outside the folder.
     """
     name = "diffusion_pytorch_model.safetensors"
     index = folder / f"{name}.index.json"
     if index.is_file():
-        files = {key: folder / str(file) for key, file in read_json(index)["weight_map"].items()}
-        if missing := sorted({file for file in files.values() if not file.is_file()}):
-            raise ValueError(f"{index} names {missing[0].name}, which is not there; fetch the model again")
-        return files
+        return index_files(index)
     if not (folder / name).is_file():
-        raise ValueError(f"{folder} holds no {name} (nor an index of several); fetch the model again")
+        raise ValueError(
+            f"{folder} holds no {name} (nor an index of several){other_files(folder)}; fetch it again"
+        )
     return dict.fromkeys(meta_tensors(folder / name), folder / name)
+
+
+def index_files(index: Path) -> dict[str, Path]:
+    """Returns key -> file for an index such as `model.safetensors.index.json`, whose files are beside it.
+
+    Raises:
+        ValueError: as `index_names`, or it names a file that is missing.
+    """
+    files = {key: index.parent / name for key, name in index_names(index).items()}
+    if missing := sorted({file for file in files.values() if not file.is_file()}):
+        raise ValueError(f"{index} names {missing[0].name}, which is not there; fetch the model again")
+    return files
+
+
+def index_names(index: Path) -> dict[str, str]:
+    """Returns key -> name of its file for an index such as `model.safetensors.index.json`.
+
+    Raises:
+        ValueError: the index is damaged, or names a file that is no safetensors file or outside its folder.
+    """
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(f"{index} has no weight_map from keys to file names; fetch the model again")
+    for file in dict.fromkeys(names.values()):
+        _check_shard(index, file)
+    return names
+
+
+def _check_shard(index: Path, file: str) -> None:
+    if file in ("", ".", "..") or PurePath(file).name != file or "\\" in file:
+        raise ValueError(
+            f"{index} names the file {file!r}, which is outside its folder; the files of an index are beside "
+            "it, so the index was damaged or changed: fetch the model again from a source that you trust"
+        )
+    if not file.endswith(".safetensors"):
+        raise ValueError(
+            f"{index} names {file!r}; g2rpo reads only safetensors, because a pickle can contain code"
+        )
+    path = index.parent / file
+    if path.is_file() and not _stays_inside(path):
+        raise ValueError(
+            f"{index} names {file}, a link to {path.resolve()}, which is outside its folder; put the file "
+            "itself there"
+        )
+
+
+def _stays_inside(path: Path) -> bool:
+    """Whether a file is in its folder, or is a link of the hub's cache to the same repository's files."""
+    folder, target = path.parent.resolve(), path.resolve()
+    roots = [folder]
+    # The hub's cache: REPOSITORY/snapshots/REVISION/... links to REPOSITORY/blobs/HASH.
+    roots += [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+    return any(target.is_relative_to(root) for root in roots)
+
+
+def other_files(folder: Path) -> str:
+    """Names pickles of a folder that has no safetensors, as the end of a message; empty: there are none."""
+    others = sorted(f.name for f in folder.glob("*") if f.suffix in PICKLED_ENDINGS and f.is_file())
+    if not others:
+        return ""
+    return (
+        f" ({', '.join(others[:3])} is a pickle, which can contain code, and is not read: save the model as "
+        "safetensors)"
+    )
 
 
 def read_header(path: Path) -> Header:
@@ -54,43 +120,16 @@ def read_header(path: Path) -> Header:
     """
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():  # opening a named pipe would wait for ever
+        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is not there")
     try:
         with safe_open(path, framework="np") as file:  # torch would allocate memory for the complete file
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
             return {key: (str(s.get_dtype()), tuple(s.get_shape())) for key, s in slices.items()}
     except SafetensorError as error:
-        raise ValueError(f"{path} {_cause_of_damage(path, error)}") from error
+        raise ValueError(f"{path} {safetensors_damage(path, error)}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
-
-
-def _cause_of_damage(path: Path, error: Exception) -> str:
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(512)
-    if head.startswith(b"version http"):
-        return "is a git-lfs pointer: `git lfs pull` fetches the file"
-    if head.startswith(b"PK\x03\x04"):
-        return "is damaged (a zip archive, as PyTorch's .pt files are, and not safetensors)"
-    if head.lstrip().startswith(b"<"):
-        return "is damaged (a web page: is a login needed to fetch the file?)"
-    if (declared := _declared_bytes(path)) is not None and declared > size:
-        return f"is damaged (cut off: {size:,} of {declared:,} bytes)"
-    return f"is damaged ({error})"
-
-
-def _declared_bytes(path: Path) -> int | None:
-    """Returns the file size in bytes that a safetensors header declares; None: the header is damaged."""
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > path.stat().st_size:
-            return None
-        try:
-            entries = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-            return 8 + length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-            return None
 
 
 def meta_tensors(path: Path) -> dict[str, Tensor]:
@@ -177,6 +216,7 @@ def value_range(tensor: Tensor) -> tuple[float, float]:
 
     It takes one pass and no copy, except for float8.
     """
+    tensor = tensor.detach()
     low, high = torch.aminmax(tensor if tensor.dtype.itemsize > 1 else tensor.float())
     return float(low), float(high)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from g2rpo.models.family import Truncation
 from g2rpo.models.loading.files import component_class, fingerprint
 from g2rpo.models.loading.precision import DTYPES
+from g2rpo.models.loading.pretrained import check_finite, load_module, load_tokenizer
 from g2rpo.models.policy import Conditioning
 from g2rpo.runtime.quiet import quiet_packages
 
@@ -60,7 +61,7 @@ class QwenText:
         self.folder, self.device, self.precision = folder, device, precision
         self.dtype = DTYPES[precision]
         self.max_sequence_length = checked_length(max_sequence_length)
-        self.tokenizer: Any = component_class(folder, "tokenizer").from_pretrained(folder / "tokenizer")
+        self.tokenizer: Any = load_tokenizer(component_class(folder, "tokenizer"), folder / "tokenizer")
         self._encoder: nn.Module | None = None
         self._identity: str | None = None
 
@@ -115,8 +116,10 @@ class QwenText:
     @quiet_packages()
     def _load(self) -> nn.Module:
         if self._encoder is None:
-            encoder = language_model(self.folder / "text_encoder", self.dtype)
-            self._encoder = encoder.to(self.device).eval().requires_grad_(False)
+            folder = self.folder / "text_encoder"
+            encoder = language_model(folder, self.dtype).to(self.device)
+            check_finite(encoder, folder)
+            self._encoder = encoder.eval().requires_grad_(False)
         return self._encoder
 
 
@@ -132,15 +135,9 @@ def language_model(folder: Path, dtype: torch.dtype) -> Any:
         # Otherwise transformers prints a table of the weights that are left out.
         _keys_to_ignore_on_load_unexpected = (r"^(model\.)?visual\.", r"^lm_head\.")
 
-    encoder, report = LanguageModel.from_pretrained(
-        folder, dtype=dtype, key_mapping={r"^model\.language_model\.": "model."}, output_loading_info=True
+    return load_module(
+        LanguageModel, folder, dtype=dtype, key_mapping={r"^model\.language_model\.": "model."}
     )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"{folder} lacks {len(missing)} weights of its config.json, such as {missing[0]}; "
-            "fetch the model again"
-        )
-    return encoder
 
 
 def ragged(rows: Sequence[Tensor]) -> Conditioning:

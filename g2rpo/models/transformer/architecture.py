@@ -21,21 +21,17 @@ class OriginalLayout:
 
     Attributes:
         recognises: whether keys are those of weights (not adapters) in this layout, with or without a prefix.
-        prefix: the prefix of the network's keys in a file; usually empty.
         sources: key in diffusers' layout -> its rows in this layout, without a prefix.
         layer_sources: diffusers' name of each linear layer -> its rows in this layout's layer.
         to_diffusers: converts tensors to diffusers' keys; raises ValueError if they do not fit the config.
         to_original: converts tensors to this layout, without a prefix.
-        lora_names: each name that a LoRA file may use for a layer of this layout -> the layer's name.
     """
 
     recognises: Callable[[Iterable[str]], bool]
-    prefix: Callable[[Iterable[str]], str]
     sources: Callable[[Config], dict[str, Source]]
     layer_sources: Callable[[Config], dict[str, Source]]
     to_diffusers: Callable[[Mapping[str, Tensor], Config], dict[str, Tensor]]
     to_original: Callable[[Mapping[str, Tensor], Config], dict[str, Tensor]]
-    lora_names: Callable[[Config], dict[str, str]]
 
 
 @dataclass(frozen=True)

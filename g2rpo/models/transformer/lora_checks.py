@@ -4,9 +4,9 @@
 error before anything is loaded, and `read_lora` returns the adapters. Headers are checked first; the values
 are read, and checked too, only if the header is correct.
 
-Files in diffusers' names (with or without `transformer.`) and, where the architecture has another layout, in
-the original's (`lora_unet_…`, `diffusion_model.…`) pass the same checks. Other conventions are rejected by
-name (models/transformer/lora_keys.py).
+Files in diffusers' names and, where the architecture has another layout, in the original's pass the same
+checks, under each of the names that programs give to a layer. Other conventions are rejected by name
+(models/transformer/lora_keys.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from g2rpo.models.loading.reading import Header, read_header, value_range
 from g2rpo.models.loading.rows import Source
 from g2rpo.models.transformer.architecture import OriginalLayout
-from g2rpo.models.transformer.lora_keys import LAYOUTS, foreign_keys, shorten, split
+from g2rpo.models.transformer.lora_config import Configuration, configuration
+from g2rpo.models.transformer.lora_keys import LAYOUTS, Names, adapter_names, foreign_keys, shorten, split
 from g2rpo.models.transformer.lora_strength import Strength, strengths
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -154,7 +155,7 @@ def read_lora(
     """
     file, tensors, scales = _inspect(path, shapes, config, layout, keep=True)
     file.raise_problems()
-    targets = _targets(shapes, config, layout)
+    targets = _targets_of(file.layers, shapes, config, layout)
     adapters = {}
     for name, parts in file.layers.items():
         down, up = tensors[parts["A"]], tensors[parts["B"]]
@@ -178,10 +179,11 @@ def _inspect(
         header = read_header(path)
     except ValueError as error:
         return LoraFile(path, (Problem(str(error), FETCH_AGAIN),)), {}, {}
-    targets = _targets(shapes, config, layout)
-    layers, problems = _header_problems(header, targets)
+    known = _targets(shapes, config, layout)
+    layers, problems = _header_problems(header, known)
     with safe_open(path, framework="pt") as opened:
-        metadata = opened.metadata() or {}
+        described = configuration(path, header, opened.metadata() or {})
+        problems += [Problem(description, advice) for description, advice in described.problems]
         if problems:
             return LoraFile(path, tuple(problems), header=header), {}, {}
         alphas = {
@@ -189,11 +191,12 @@ def _inspect(
             for name, parts in layers.items()
             if "alpha" in parts
         }
+        targets = _targets_of(layers, shapes, config, layout)
         strength = strengths(
             {name: header[parts["A"]][1][0] for name, parts in layers.items()},
             alphas,
-            metadata,
-            {n: layer for n in layers for layer, source in targets[n].parts.items() if source is None},
+            described,
+            {name: _module_names(name, target, described) for name, target in targets.items()},
         )
         problems += [Problem(description, advice) for description, advice in strength.problems]
         tensors: dict[str, Tensor] = {}
@@ -214,7 +217,7 @@ def _inspect(
                 f"every value must be finite; {FETCH_AGAIN}, from a training run that did not diverge",
             )
         )
-    note = "" if problems else _note(layers, zeros, strength)
+    note = "" if problems else _note(layers, zeros, strength) or described.note(len(alphas))
     return LoraFile(path, tuple(problems), layers, header, note), tensors, strength.scales
 
 
@@ -247,22 +250,41 @@ def _note(layers: Mapping[str, Mapping[str, str]], zeros: set[str], strength: St
 def _targets(
     shapes: LayerShapes, config: Mapping[str, Any], layout: OriginalLayout | None
 ) -> dict[str, Target]:
-    """Returns each name that a LoRA file may use for a layer -> the weights that its adapters change."""
+    """Returns the name of each layer in diffusers' and in the original's layout -> the weights it changes."""
     targets = {layer: Target(shape, {layer: None}) for layer, shape in shapes.items()}
-    targets |= {f"transformer.{layer}": target for layer, target in targets.items()}
     if layout is None:
         return targets
     parts: dict[str, dict[str, Source | None]] = {}
     for layer, source in layout.layer_sources(config).items():
         parts.setdefault(source.key, {})[layer] = source
-    for name, layer in layout.lora_names(config).items():
-        rows = sum(shapes[part][0] for part in parts[layer])
-        targets[name] = Target((rows, shapes[next(iter(parts[layer]))][1]), parts[layer])
+    for name, of_name in parts.items():
+        rows = sum(shapes[part][0] for part in of_name)
+        targets[name] = Target((rows, shapes[next(iter(of_name))][1]), of_name)
     return targets
 
 
+def _targets_of(
+    names: Iterable[str], shapes: LayerShapes, config: Mapping[str, Any], layout: OriginalLayout | None
+) -> dict[str, Target]:
+    """Returns name of a layer in a file -> the weights that it changes, without unknown names."""
+    known = _targets(shapes, config, layout)
+    found, finder = {}, Names(known)
+    for name in names:
+        if (layer := finder.find(name)) is not None:
+            found[name] = known[layer]
+    return found
+
+
+def _module_names(name: str, target: Target, described: Configuration) -> tuple[str, ...]:
+    """Returns the names by which a configuration may describe a layer of the file, none if it does not."""
+    own = [layer for layer, source in target.parts.items() if source is None]
+    if described.beside_file and "." in name:
+        return (name, *own)
+    return tuple(own) if "." in name else ()
+
+
 def _header_problems(
-    header: Header, targets: Mapping[str, Target]
+    header: Header, known: Mapping[str, Target]
 ) -> tuple[dict[str, dict[str, str]], list[Problem]]:
     """Returns the layers of the file by their names there, and the problems that the header shows."""
     if not header:
@@ -280,6 +302,13 @@ def _header_problems(
             f"{len(unrecognised)} of {len(header)} keys are no part of a LoRA: {shorten(unrecognised)}"
         )
         problems.append(Problem(description, f"g2rpo reads {LAYOUTS}"))
+    if len(names := adapter_names(header)) > 1:
+        description = f"it holds {len(names)} adapters: {shorten(names)}"
+        problems.append(
+            Problem(description, "a file must contain one LoRA; save each into a file of its own")
+        )
+    finder = Names(known)
+    targets = {name: known[layer] for name in layers if (layer := finder.find(name)) is not None}
     unknown = {name: parts for name, parts in layers.items() if name not in targets}
     if unknown:
         num_unknown = sum(map(len, unknown.values()))

@@ -1,4 +1,15 @@
-"""Recognition of the keys of adapter files, including the conventions that g2rpo does not read."""
+"""Recognition of the keys of adapter files, including the conventions that g2rpo does not read.
+
+A key is the name of a layer and an ending (`split`). Programs write the same layer under many names:
+
+    transformer.LAYER, transformer.transformer.LAYER            diffusers
+    base_model.model.LAYER, …lora_A.default.weight              PEFT
+    _orig_mod.LAYER, module.LAYER, also inside a name           a compiled or wrapped module
+    diffusion_model.LAYER, model.diffusion_model.LAYER          ComfyUI
+    lora_unet_LAYER, lora_transformer_LAYER                     kohya, with _ for every dot of LAYER
+
+where LAYER is diffusers' name or that of the original release. `Names` finds the layer of each of them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +21,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LAYOUTS = (
-    "LAYER.lora_A.weight and LAYER.lora_B.weight in diffusers' names (with transformer. or without), and "
-    "lora_unet_… or diffusion_model.… in the original's"
+    "LAYER.lora_A.weight and LAYER.lora_B.weight (or lora_down and lora_up) in diffusers' or the original's "
+    "names, behind transformer., diffusion_model., base_model.model., _orig_mod. or without a prefix, and "
+    "kohya's lora_unet_… and lora_transformer_…"
 )
 """Description of the key layouts that are read, for messages."""
 
@@ -48,18 +60,9 @@ FOREIGN = (
     ForeignKind("of a LoCon (lora_mid)", r"\.lora_mid\.", _PLAIN),
     ForeignKind("full differences of weights", r"\.(diff|diff_b|set_weight|w_norm|b_norm)$", _PLAIN),
     ForeignKind("biases of adapters", r"\.lora_[AB]\.(\w+\.)?bias$", _PLAIN),
-    ForeignKind("in the names of a compiled module (_orig_mod.)", r"(^|\.)_orig_mod\.", _CONVERT),
-    ForeignKind("in PEFT's own names (base_model.model.)", r"(^|\.)base_model\.model\.", _CONVERT),
-    ForeignKind("in PEFT's names with an adapter's name", r"\.lora_[AB]\.\w+\.weight$", _CONVERT),
-    ForeignKind(
-        "in kohya's names of diffusers' layers (lora_transformer_…)", r"^lora_transformer_", _CONVERT
-    ),
     ForeignKind("in LyCORIS' names", r"^lycoris_", _CONVERT),
-    ForeignKind(
-        "behind a prefix that g2rpo does not read",
-        r"^(transformer\.transformer|model\.diffusion_model|diffusion_model\.diffusion_model)\.",
-        _CONVERT,
-    ),
+    ForeignKind("adapters of embeddings", r"\.lora_embedding_[AB]", _PLAIN),
+    ForeignKind("of weights that PEFT trained fully (modules_to_save)", r"\.modules_to_save\.", _PLAIN),
     ForeignKind("in the names of attention processors", r"\.processor\.", _CONVERT),
     ForeignKind("in diffusers' names of before 0.20", r"[._]lora\.(down|up)\.", _CONVERT),
 )
@@ -85,13 +88,8 @@ def foreign_keys(keys: Iterable[str]) -> dict[ForeignKind, list[str]]:
     return by_kind
 
 
-_ENDS = {
-    ".lora_A.weight": "A",
-    ".lora_down.weight": "A",
-    ".lora_B.weight": "B",
-    ".lora_up.weight": "B",
-    ".alpha": "alpha",
-}
+_END = re.compile(r"\.(?:lora_(?P<matrix>A|B|down|up)(?:\.(?P<adapter>\w+))?\.weight|(?P<alpha>alpha))$")
+_ENDS = {"A": "A", "down": "A", "B": "B", "up": "B"}
 
 
 def split(state: Mapping[str, T]) -> tuple[dict[str, dict[str, T]], list[str]]:
@@ -104,12 +102,62 @@ def split(state: Mapping[str, T]) -> tuple[dict[str, dict[str, T]], list[str]]:
     layers: dict[str, dict[str, T]] = {}
     unrecognised = []
     for key, value in state.items():
-        end = next((end for end in _ENDS if key.endswith(end)), None)
-        if end is None or _ENDS[end] in layers.get(key.removesuffix(end), {}):
+        match = _END.search(key)
+        end = match and (match["alpha"] or _ENDS[match["matrix"]])
+        if match is None or end is None or end in layers.get(key[: match.start()], {}):
             unrecognised.append(key)
         else:
-            layers.setdefault(key.removesuffix(end), {})[_ENDS[end]] = value
+            layers.setdefault(key[: match.start()], {})[end] = value
     return layers, unrecognised
+
+
+def adapter_names(keys: Iterable[str]) -> list[str]:
+    """Returns the names that PEFT gave to the adapters of these keys, such as "default", in order."""
+    matches = (_END.search(key) for key in keys)
+    return sorted({match["adapter"] for match in matches if match and match["adapter"]})
+
+
+PREFIXES = (
+    "transformer.",
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "module.",
+    "model.",
+)
+"""Prefixes that programs put before the names of a network's layers and weights, also several at once."""
+
+_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_KOHYA = re.compile(r"^lora_(unet|transformer)_")
+_KOHYA_PREFIXES = tuple(prefix.replace(".", "_") for prefix in (*PREFIXES, "_orig_mod."))
+
+
+class Names:
+    """Finds the name of a network's layer or weight from the one that a file uses for it."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        """Takes the names of the network's layers or weights, in every layout that a file may have."""
+        self._known = set(known)
+        self._underscored = {name.replace(".", "_"): name for name in self._known}
+
+    def find(self, name: str) -> str | None:
+        """Returns the network's own name of `name`; None: it has none."""
+        if name in self._known:
+            return name
+        if match := _KOHYA.match(name):
+            found = _stripped(name[match.end() :], _KOHYA_PREFIXES, self._underscored)
+            return None if found is None else self._underscored[found]
+        return _stripped(_WRAPPER.sub("", name), PREFIXES, self._known)
+
+
+def _stripped(name: str, prefixes: Iterable[str], known: Iterable[str]) -> str | None:
+    """Returns `name` without as many of the prefixes as it takes to be known; None: it is unknown."""
+    while name not in known:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            return None
+        name = name.removeprefix(prefix)
+    return name
 
 
 def shorten(names: Iterable[str]) -> str:

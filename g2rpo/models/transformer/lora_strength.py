@@ -1,26 +1,24 @@
 """The scale of adapters: W becomes W + scale B A with scale = alpha / rank.
 
-A file may state alpha as a tensor beside A and B or in PEFT's configuration in its metadata (as diffusers
-does); without either, alpha is the rank. Many readers ignore metadata, so `g2rpo export` multiplies the scale
-into B and writes alpha = rank, which gives the same weights in all three cases.
+A file may state alpha as a tensor beside A and B or in PEFT's configuration, in its metadata (as diffusers
+does) or beside the file (models/transformer/lora_config.py); without either, alpha is the rank. Many readers
+ignore metadata, so `g2rpo export` multiplies the scale into B and writes alpha = rank, which gives the same
+weights in all three cases.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from g2rpo.models.transformer.lora_config import Configuration
 from g2rpo.models.transformer.lora_keys import shorten
-
-METADATA_KEY = "lora_adapter_metadata"
-"""Key under which diffusers writes PEFT's configuration into a file's metadata."""
 
 _ADVICE = (
     "alpha must be one finite number, 0 or above, and the metadata's ranks those of the tensors; export again"
@@ -43,22 +41,20 @@ class Strength:
 def strengths(
     ranks: Mapping[str, int],
     alphas: Mapping[str, float],
-    metadata: Mapping[str, str],
-    modules: Mapping[str, str],
+    described: Configuration,
+    modules: Mapping[str, Sequence[str]],
 ) -> Strength:
     """Computes the scale of each layer from its alpha.
 
     Args:
         ranks: name of a layer in the file -> rank of its tensors.
         alphas: name of a layer in the file -> value of its tensor `alpha`; only layers that have one.
-        metadata: metadata of the safetensors file.
-        modules: name of a layer in the file -> name of the module in the metadata; only layers that the
-            metadata can describe.
+        described: PEFT's configuration of the file.
+        modules: name of a layer in the file -> names by which the configuration may describe it.
     """
     scales, wrong = dict.fromkeys(ranks, 1.0), []
     try:
-        config = _configuration(metadata)
-        stated = {name: _stated(config, module, ranks[name]) for name, module in modules.items()}
+        stated = {name: _stated(described, given, ranks[name]) for name, given in modules.items() if given}
     except ValueError as error:
         return Strength(scales, [(str(error), _ADVICE)])
     for name, rank in ranks.items():
@@ -69,53 +65,42 @@ def strengths(
         if not math.isfinite(alpha) or alpha < 0:
             wrong.append(f"{name} has alpha {alpha:g}")
         elif name in alphas and alpha_in_metadata not in (None, alpha):
-            wrong.append(f"{name} has alpha {alpha:g} as a tensor, {alpha_in_metadata:g} in the metadata")
+            wrong.append(
+                f"{name} has alpha {alpha:g} as a tensor, {alpha_in_metadata:g} in {described.where}"
+            )
         else:
             scales[name] = alpha / rank if name in alphas else scale_in_metadata
     problems = [(f"{len(wrong)} layers with a wrong alpha: {shorten(wrong)}", _ADVICE)] if wrong else []
     return Strength(scales, problems)
 
 
-def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Returns PEFT's configuration from a file's metadata; empty if there is none."""
-    text = metadata.get(METADATA_KEY)
-    if text is None:
-        return {}
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{METADATA_KEY} in its metadata is not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{METADATA_KEY} in its metadata is no JSON object, but a {type(config).__name__}")
-    own = {key.removeprefix("transformer."): v for key, v in config.items() if key.startswith("transformer.")}
-    return own or config
-
-
-def _stated(config: Mapping[str, Any], module: str, rank: int) -> tuple[float | None, float]:
+def _stated(described: Configuration, names: Sequence[str], rank: int) -> tuple[float | None, float]:
     """Returns alpha of a module (None if PEFT's configuration states none) and its scale."""
-    stated_rank = _of_module(config, "rank_pattern", "r", module)
+    where = described.where
+    stated_rank = _of_module(described, "rank_pattern", "r", names)
     if stated_rank not in (None, rank):
-        raise ValueError(f"its metadata gives {module} rank {stated_rank}, its tensors have rank {rank}")
-    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+        raise ValueError(f"{where} gives {names[-1]} rank {stated_rank}, its tensors have rank {rank}")
+    alpha = _of_module(described, "alpha_pattern", "lora_alpha", names)
     if alpha is None:
         return None, 1.0
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ValueError(f"its metadata gives {module} alpha {alpha!r}")
-    return float(alpha), alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        raise ValueError(f"{where} gives {names[-1]} alpha {alpha!r}")
+    return float(alpha), alpha / (math.sqrt(rank) if described.values.get("use_rslora") else rank)
 
 
-def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+def _of_module(described: Configuration, patterns: str, default: str, names: Sequence[str]) -> Any:
     """Returns the value of the first of PEFT's patterns that matches the end of a name, else the default."""
-    by_pattern = config.get(patterns) or {}
+    where = described.where
+    by_pattern = described.values.get(patterns) or {}
     if not isinstance(by_pattern, dict):
-        raise ValueError(f"{patterns} in its metadata is no JSON object, but {by_pattern!r}")
+        raise ValueError(f"{patterns} in {where} is no JSON object, but {by_pattern!r}")
     for pattern, value in by_pattern.items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 return value
         except re.error as error:
-            raise ValueError(f"{patterns} in its metadata has the pattern {pattern!r} ({error})") from error
-    return config.get(default)
+            raise ValueError(f"{patterns} in {where} has the pattern {pattern!r} ({error})") from error
+    return described.values.get(default)
 
 
 # ---- writing

@@ -23,6 +23,7 @@ from g2rpo.models.family import ModelFiles, TextEncoders
 from g2rpo.models.loading.files import dtype_argument
 from g2rpo.models.loading.low_precision import float8_linears
 from g2rpo.models.loading.precision import DTYPES
+from g2rpo.models.loading.pretrained import check_finite, load_module
 from g2rpo.models.options import PolicyOptions, Size
 from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.models.transformer.architecture import Architecture
@@ -91,8 +92,10 @@ def _vae_of(architecture: Architecture, files: ModelFiles, dtype: torch.dtype) -
     import diffusers
 
     assert files.folder is not None
-    vae_class = getattr(diffusers, architecture.vae)
-    return vae_class.from_pretrained(files.folder / "vae", **dtype_argument(dtype))
+    folder = files.folder / "vae"
+    vae = load_module(getattr(diffusers, architecture.vae), folder, **dtype_argument(dtype))
+    check_finite(vae, folder)
+    return vae
 
 
 def random_vae(architecture: Architecture, files: ModelFiles, dtype: torch.dtype) -> Any:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from g2rpo.models.loading.damage import file_note
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.reading import (
     Locations,
     all_finite,
     check_dtypes,
     copy_rows,
+    index_names,
     meta_tensors,
     meta_tensors_of,
     mismatches,
@@ -26,7 +28,9 @@ from g2rpo.models.loading.rows import Source
 from g2rpo.models.shapes import targeted
 from g2rpo.models.transformer.architecture import Architecture
 from g2rpo.models.transformer.lora_checks import check_lora, linear_shapes, read_lora
+from g2rpo.models.transformer.lora_config import PEFT_CONFIG, PEFT_FILE
 from g2rpo.models.transformer.lora_keys import is_lora
+from g2rpo.models.transformer.weight_keys import other_sizes, own_keys, quantised
 from g2rpo.runtime.processes import rank
 
 LOG = logging.getLogger(__name__)
@@ -154,21 +158,29 @@ def _locations(architecture: Architecture, module: Any, path: Path) -> Locations
         raise ValueError(f"{path} is empty: it has no tensors; fetch or export it again")
     if is_lora(given):
         return None
-    locations = {name: (file, Source(name)) for name, file in files.items()}
-    layout = architecture.layout
-    if layout is not None and layout.recognises(given):
-        prefix = layout.prefix(given)
-        try:
-            given = layout.to_diffusers(given, module.config)
-        except ValueError as error:
-            raise ValueError(f"{path} does not fit this model: {error}") from error
-        locations = {
-            name: (files[prefix + source.key], replace(source, key=prefix + source.key))
-            for name, source in layout.sources(module.config).items()
-        }
-    if problems := mismatches(module, given):
+    if (kind := quantised(given)) is not None:
+        raise ValueError(f"{path} does not fit this model: {kind}")
+    try:
+        own = own_keys(given, dict(module.named_parameters()), module.config, architecture.layout)
+        locations = {name: (files[key], Source(key)) for name, key in own.items()}
+        found = {name: given[key] for name, key in own.items()}
+        layout = architecture.layout
+        if layout is not None and layout.recognises(found):
+            stored, found = own, layout.to_diffusers(found, module.config)
+            locations = {
+                name: (files[stored[source.key]], replace(source, key=stored[source.key]))
+                for name, source in layout.sources(module.config).items()
+            }
+    except ValueError as error:
+        sizes = other_sizes(given, module, architecture)
+        raise ValueError(f"{path} does not fit this model: {sizes}{error}") from error
+    if problems := mismatches(module, found):
         shown = "; ".join(problems[:3])
-        raise ValueError(f"{path} does not fit this model ({len(problems)} differences: {shown}, …)")
+        sizes = other_sizes(given, module, architecture)
+        raise ValueError(
+            f"{path} does not fit this model: {sizes}{len(problems)} differences of {len(given)} tensors: "
+            f"{shown}{', …' if len(problems) > 3 else ''}"
+        )
     return locations
 
 
@@ -177,11 +189,14 @@ def _files(architecture: Architecture, path: Path) -> dict[str, Path]:
     path = weight_file(path) or path
     if path.is_dir():
         folder = path / "transformer" if (path / "transformer").is_dir() else path
-        if (folder / "adapter_config.json").is_file():
+        if (folder / PEFT_CONFIG).is_file():
             raise ValueError(
-                f"{folder} is a folder of PEFT (adapter_config.json), which g2rpo does not read; save the "
-                f"adapters with diffusers' save_lora_adapter or save_lora_weights as {LORA_FILE}"
+                f"{folder} is a folder of PEFT ({PEFT_CONFIG}) without {PEFT_FILE}; g2rpo reads no other "
+                "file of PEFT, because adapter_model.bin is a pickle, which can contain code: save the "
+                "adapters as safetensors"
             )
+        for index in sorted(folder.glob("*.safetensors.index.json")):
+            index_names(index)  # says what is wrong with it
         if not (folder / "config.json").is_file():
             raise ValueError(f"no weights in {folder}: neither config.json of a transformer nor {LORA_FILE}")
         kind = read_json(folder / "config.json").get("_class_name", architecture.network)
@@ -193,23 +208,33 @@ def _files(architecture: Architecture, path: Path) -> dict[str, Path]:
         return weight_files(folder)
     if path.suffix == ".safetensors" and path.is_file():
         return dict.fromkeys(meta_tensors(path), path)
-    raise ValueError(f"no weights at {path}: give a folder in diffusers layout or a .safetensors file")
+    raise ValueError(
+        f"no weights at {path}: give a folder in diffusers layout or a .safetensors file{file_note(path)}"
+    )
 
 
 def weight_file(folder: Path) -> Path | None:
     """Returns the single weight file of a folder that is an export or a LoRA; None for other folders."""
     if (folder / LORA_FILE).is_file():
         return folder / LORA_FILE
+    if (folder / PEFT_CONFIG).is_file() and (folder / PEFT_FILE).is_file():
+        return folder / PEFT_FILE
     if (folder / "config.json").is_file() or (folder / "model_index.json").is_file():
         return None  # beside a configuration, files of these names may belong to the network
     names = (COMFYUI_LORA_FILE, SINGLE_FILE)
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
+def is_adapter_file(file: Path) -> bool:
+    """Whether `weight_file` returned a file of adapters, by its name."""
+    return file.name in (LORA_FILE, COMFYUI_LORA_FILE, PEFT_FILE)
+
+
 @torch.no_grad()
 def _add_lora_file(architecture: Architecture, module: Any, path: Path) -> None:
     """Adds scale B A to the weight of each layer, computed in float32 or better."""
     adapters, note = read_lora(path, linear_shapes(module), module.config, architecture.layout)
+    changed = False
     for name, (down, up, scale) in adapters.items():
         weight = module.get_submodule(name).weight
         options = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
@@ -220,6 +245,10 @@ def _add_lora_file(architecture: Architecture, module: Any, path: Path) -> None:
                 f"{float(down.abs().max()):.3g} and {float(up.abs().max()):.3g}, scale {scale:g}); "
                 "use adapters of a training run that did not diverge"
             )
-        weight += delta.to(weight.dtype)
+        tuned = weight + delta.to(weight.dtype)
+        changed = changed or not torch.equal(tuned, weight)
+        weight.copy_(tuned)
+    if not changed and not note:
+        note = "the adapters change nothing: their products are 0 or too small for the model's precision"
     if note and not rank():
         LOG.warning("%s: %s", path, note)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from g2rpo.models.loading.reading import all_finite
+
 Shape = tuple[int, ...]
 
 
@@ -154,13 +156,20 @@ def assign_weights(network: nn.Module, state: Mapping[str, Tensor], layout: Layo
         file: the file, for messages.
 
     Raises:
-        ValueError: keys are missing, unknown or of another shape; the message names the first few.
+        ValueError: keys are missing, unknown or of another shape, or values are not finite; the message
+            names the first few.
     """
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     if problems := mismatches(shapes, stored_shapes(network, layout)):
         details = "; ".join(f"{len(items)} {kind}: {first_few(items)}" for kind, items in problems.items())
         raise ValueError(f"{file} does not match the network of its configuration, or is damaged: {details}")
     ours = {key: (stored := layout(key)).read(state[stored.key]) for key in network.state_dict()}
+    broken = [key for key, value in ours.items() if not value.is_meta and not all_finite(value)]
+    if broken:
+        keys = [layout(key).key for key in broken]
+        raise ValueError(
+            f"{file}: {len(keys)} tensors have NaN or infinite values: {first_few(keys)}; fetch it again"
+        )
     network.load_state_dict(ours, assign=True)
     for module in network.modules():
         for name, buffer in module.named_buffers(recurse=False):
