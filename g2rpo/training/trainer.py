@@ -42,7 +42,7 @@ from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
 from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
-from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
+from g2rpo.run.folder import latest_checkpoint, load_newest, read_state, repair_latest
 from g2rpo.run.lock import begin_run, exclusive
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import checkpoint_to_resume, describe_run, mark_finished, restart_note
@@ -273,7 +273,11 @@ class Trainer:
             return
         state = {"module": root_module(self.policy), "optimizer": self.optimizer, "focus": self.curriculum}
         state |= self._copies()
-        self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
+        loaded = load_newest(self.out, lambda path: load_checkpoint(path, state))  # with its generators
+        if loaded is None:
+            raise ValueError(f"{self.checkpoint} was removed while the run was starting")
+        self.checkpoint, values = loaded
+        self.step = values["iteration"]
 
     def _copies(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of the trained weights that a checkpoint stores, by their name in it."""
