@@ -22,6 +22,7 @@ from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
 from g2rpo.config.checks import check_tails
 from g2rpo.config.recipe import toml_value
 from g2rpo.config.settings import Settings
+from g2rpo.costs.disk import disk_of, size_text
 from g2rpo.costs.memory import (
     USABLE,
     Memory,
@@ -188,7 +189,7 @@ def plan_costs(
         eval_forwards=eval_forwards,
         trained_params=trained,
         memory=memory,
-        disk=_disk(settings, shape, trained, num_texts),
+        disk=disk_of(settings, shape, trained, num_texts),
         flops=flops,
         seconds=seconds,
         run_seconds=run_seconds,
@@ -263,15 +264,15 @@ def table_rows(costs: Costs) -> list[tuple[str, str, str]]:
     ]
     table.append(("compute", "samples per rollout forward", f"{costs.rollout_batch:,}"))
     memory = costs.memory
-    table += [("memory per device, always", part, _size(size)) for part, size in memory.always.items()]
-    table.append(("memory per device, before", "text encoders", _size(memory.encoders)))
+    table += [("memory per device, always", part, size_text(size)) for part, size in memory.always.items()]
+    table.append(("memory per device, before", "text encoders", size_text(memory.encoders)))
     for phase, parts in memory.phases.items():
         table += [
-            (f"memory per device, {phase}", part, f"about {_size(size)}") for part, size in parts.items()
+            (f"memory per device, {phase}", part, f"about {size_text(size)}") for part, size in parts.items()
         ]
-    peak = f"about {_size(memory.peak)}, in the {memory.peak_phase}"
+    peak = f"about {size_text(memory.peak)}, in the {memory.peak_phase}"
     table.append(("memory per device", "peak", peak))
-    table += [("disk", part, _size(size)) for part, size in costs.disk.items()]
+    table += [("disk", part, size_text(size)) for part, size in costs.disk.items()]
     table += [("time per iteration", part, f"{seconds:,.1f} s") for part, seconds in costs.seconds.items()]
     if costs.run_seconds is not None and costs.speeds is not None:
         table.append(("time per iteration", "total", f"{sum(costs.seconds.values()):,.1f} s"))
@@ -324,26 +325,6 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
 
 
-def _disk(settings: Settings, shape: ModelShape, trained: int, num_texts: int) -> dict[str, int]:
-    master = 8 if settings.precision == "float64" else 4
-    moments = 2 * master  # moments in 8 bits are counted in full, too
-    copies = bool(settings.ema_decay) + (settings.make_algorithm().objective().lag is not None)
-    checkpoint = trained * (master + moments + master * copies)
-    evaluated = settings.eval_every if settings.keep_best is not None else 0  # each may be the best so far
-    written = settings.iterations // math.gcd(settings.checkpoint_every, evaluated)
-    kept = min(settings.keep_last, max(written, 1))
-    if settings.keep_every:
-        kept += settings.iterations // settings.keep_every
-    kept += settings.keep_best is not None
-    row = shape.embedding_numbers * (2 if settings.precision == "bfloat16" else 4)
-    return {
-        "one checkpoint": checkpoint,
-        f"checkpoints ({kept} kept, 1 being written)": (kept + 1) * checkpoint,
-        f"embeddings of {num_texts:,} prompts": num_texts * row,
-        "export": 4 * trained,
-    }
-
-
 def _fit_notes(
     settings: Settings, shape: ModelShape, plans: Sequence[Plan], num_processes: int, memory_bytes: int
 ) -> tuple[str, ...]:
@@ -357,12 +338,12 @@ def _fit_notes(
     if now.peak <= memory_bytes:
         return ()
     problem = (
-        f"does not fit: about {_size(now.peak)} of {_size(memory_bytes)} during the {now.peak_phase}; "
-        f"the largest part is {now.largest}"
+        f"does not fit: about {size_text(now.peak)} of {size_text(memory_bytes)} during the "
+        f"{now.peak_phase}; the largest part is {now.largest}"
     )
     for changes in changes_that_help(settings):
         if (needed := memory(changes).peak) <= memory_bytes:
-            return (problem, f"would fit, in about {_size(needed)}: {_as_words(changes)}")
+            return (problem, f"would fit, in about {size_text(needed)}: {_as_words(changes)}")
     more = "more processes, " if not settings.lora_rank else ""
     return (
         problem,
@@ -376,7 +357,3 @@ def _as_words(changes: Mapping[str, Any]) -> str:
     for name, options in changes.get("reward_options", {}).items():
         words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
     return " ".join(words)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GB:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"

@@ -50,7 +50,7 @@ from g2rpo.run.folder import (
     write_pointer,
     write_state,
 )
-from g2rpo.runtime.files import DiskFull, disk_full, sync_file, sync_folder
+from g2rpo.runtime.files import DiskFull, disk_full, nearest_folder, sync_file, sync_folder
 from g2rpo.runtime.processes import barrier, environment_number, gathered, rank
 from g2rpo.runtime.random import random_state, set_random_state
 from g2rpo.runtime.sharding import local
@@ -333,21 +333,26 @@ def check_checkpoint_space(
         iterations_left: iterations still to run; with 0 no checkpoint will be written and nothing is checked.
 
     Raises:
-        ValueError: too little free space; raised on all processes or on none.
+        DiskFull: too little free space; raised on all processes or on none.
     """
     if iterations_left > 0:
-        existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        _check_space(existing, 3 * _bytes(trained) + _bytes(copies))
+        _check_space(nearest_folder(out), 3 * _bytes(trained) + _bytes(copies))
+
+
+def headroom(checkpoint_bytes: int) -> int:
+    """Bytes that must stay free beside checkpoints of this size, for images, metrics and records."""
+    return min(HEADROOM_BYTES, 2**20 + 4 * checkpoint_bytes)
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:
     """Compares the bytes of all processes with the free space; raises on all of them or on none."""
     parts = gathered((bytes_here, shutil.disk_usage(folder).free))
     needed, free = sum(part[0] for part in parts), min(part[1] for part in parts)
-    if free < needed + HEADROOM_BYTES:
+    if free < needed + (spare := headroom(needed)):
         raise DiskFull(
             f"a checkpoint needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; "
-            "free some space, or lower keep_last; nothing was written and the last checkpoint is intact"
+            f"free some space, at least {(needed + spare - free) / 1e9:.2f} GB; nothing was written, the "
+            "last checkpoint is intact, and the same command goes on from it"
         )
 
 

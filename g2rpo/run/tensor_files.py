@@ -259,7 +259,7 @@ def _names_code(error: Exception) -> bool:
 
 
 def unsafe_function(error: BaseException) -> str:
-    """The function that a file would call, as the error of `torch.load(weights_only=True)` names it, or ""."""
+    """The function that a file would call and torch.load(weights_only=True) refused; "" for other errors."""
     match = re.search(r"GLOBAL (\S+)|unrecognized function (\S+)", str(error))
     return (match[1] or match[2]) if match else ""
 

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,18 +34,23 @@ class DiskFull(ValueError):
     """A file could not be written because there is no space left; its only argument is the message."""
 
 
-def disk_full(path: Path, error: BaseException) -> DiskFull | None:
-    """Returns the error to raise if `error`, or what caused it, says that there is no space for `path`."""
+def disk_full(path: Path | None, error: BaseException) -> DiskFull | None:
+    """Returns the error to raise if `error`, or what caused it, says that there is no space for `path`.
+
+    Args:
+        path: the file that was written; None: the one that the error names, else standard output.
+    """
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
         if isinstance(cause, DiskFull):
             return cause
         if (number := _full_number(cause)) is not None:
+            named = path or (Path(name) if (name := getattr(cause, "filename", None)) else None)
             return DiskFull(
-                f"{path} could not be written: {_REASONS[number]}; {free_bytes(path):,} bytes are free on "
-                f"that disk. The files that were complete before are kept: free some space "
-                "(g2rpo plan lists what a run needs), and the same command goes on"
+                f"{named or 'standard output (a file)'} could not be written: {_REASONS[number]}; "
+                f"{free_bytes(named or Path()):,} bytes are free on that disk. All files that were complete "
+                "before are kept: free some space, and the same command goes on"
             )
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
@@ -54,18 +60,22 @@ def disk_full(path: Path, error: BaseException) -> DiskFull | None:
 def _full_number(error: BaseException) -> int | None:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _OS_ERROR.search(str(error))):
-        named = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         number = (
             int(match[1])
             if match[1]
-            else next(n for n, text in zip(named, match.groups()[1:], strict=True) if text)
+            else next(n for n, text in zip(numbers, match.groups()[1:], strict=True) if text)
         )
     return number if number in _REASONS else None
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Raises DiskFull in place of an error in the block that says that there is no space for `path`."""
+def disk_errors(path: Path | None = None) -> Iterator[None]:
+    """Raises DiskFull in place of an error in the block that says that there is no space left.
+
+    Args:
+        path: the file that the block writes; None: the one that the error names, else standard output.
+    """
     try:
         yield
     except Exception as error:
@@ -162,3 +172,13 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def release_output() -> None:
+    """Gives up standard output if it is a file on a full disk, where the exit would fail again."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)

@@ -25,6 +25,7 @@ import torch
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.config.checks import check_files, check_tails
 from g2rpo.config.settings import Settings
+from g2rpo.costs.disk import check_disk, export_note
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.evaluation.before_after import Change
@@ -96,6 +97,11 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
     return {name: str(Path(getattr(settings, name)).expanduser().absolute()) for name in ("out", "cache")}
 
 
+def _use_deterministic_algorithms() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
+    torch.use_deterministic_algorithms(True)
+
+
 class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
 
@@ -146,22 +152,24 @@ class Trainer:
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
-        if kept.get("iteration", 0) > 0:
-            self.comparison = self.comparison.resumed(self.out)
+        step = kept.get("iteration", 0)
+        self.comparison = self.comparison.resumed(self.out) if step else self.comparison
         self.prompt_report = "; ".join(filter(None, (str(prompts.report), self.comparison.note)))
 
         if settings.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
-            torch.use_deterministic_algorithms(True)
+            _use_deterministic_algorithms()
         options = settings.policy_options()
         if policy is None:
             check_policy(settings.model, options, mesh=mesh, family=settings.family)
+        # Objects in their place have no closed formulas: for them `_run` checks when the weights are known.
+        self.sizes_known = policy is None and algorithm is None
+        check_disk(settings, needed=self.sizes_known and step < settings.iterations)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         self.rewards: dict[str, CheckedReward] = run_together(
             lambda: components.load_rewards(settings, device)
         )
         # Before the policy: on a small GPU both do not fit.
-        embed_missing(settings, prompts.texts, device, policy)
+        embed_missing(settings, prompts.texts, device, policy, check=self.sizes_known)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
         given_policy = policy is not None
         if policy is None:
@@ -177,8 +185,7 @@ class Trainer:
         self._check_weights(given_policy, kept.get("initial"))
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self._copy_initial_weights()
-        self.step = 0
-        self.mid_update = False  # then the weights are not those of `step` iterations
+        self.step, self.mid_update = 0, False  # mid_update: the weights are not those of `step` iterations
         # Of the checkpoint before; the next line of metrics tells it.
         self.checkpoint_seconds: dict[str, float] = {}
         self.evaluator = Evaluator(
@@ -240,6 +247,7 @@ class Trainer:
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_checkpoint_space(self.out, self.parameters, self._copies(), last - self.step)
         notes = ["" if self.checkpoint else restart_note(self.out)]
+        notes += [export_note(settings)] if self.sizes_known else []
         begin_run(self.out, self.recorded_settings)
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
