@@ -188,7 +188,7 @@ class _Filling:
         self, cache: EmbeddingCache, encoders: Encoder, prompts: Sequence[str], console: Console
     ) -> None:
         self._cache, self._encoders, self._console = cache, encoders, console
-        self.missing, self.added = cache.missing(encoders, prompts), 0
+        self.missing, self.added = cache.missing(encoders, prompts, verify=True), 0
 
     def run(self) -> None:
         with show_progress(len(self.missing), "prompts", "embedding", self._console) as progress:

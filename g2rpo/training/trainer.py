@@ -70,6 +70,7 @@ from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
 from g2rpo.training.run_prompts import RunPrompts
+from g2rpo.training.side_files import rebuild_untrained
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
 
@@ -243,10 +244,11 @@ class Trainer:
 
     def _run(self) -> Run:
         settings = self.settings
+        rebuilt = self._rebuild_side_files()
         self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_checkpoint_space(self.out, self.parameters, self._copies(), last - self.step)
-        notes = ["" if self.checkpoint else restart_note(self.out)]
+        notes = [*rebuilt, "" if self.checkpoint else restart_note(self.out)]
         notes += [export_note(settings)] if self.sizes_known else []
         begin_run(self.out, self.recorded_settings)
         if self.checkpoint is not None:
@@ -273,6 +275,16 @@ class Trainer:
             if finished:
                 mark_finished(self.out, self.step)
         return Run(self.out, self.step, finished, False, changes)
+
+    def _rebuild_side_files(self) -> list[str]:
+        """Writes damaged records of the untrained model again; returns notes that name them.
+
+        Must precede `_restore`: the policy still has the weights with which the run began. Evaluations have
+        seeds of their own, and the checkpoint brings the state of the random generators.
+        """
+        return rebuild_untrained(
+            self.out, self.checkpoint, self.comparison, self.evaluation_plan, self.evaluator
+        )
 
     def _restore(self) -> None:
         """Loads the checkpoint of a resumed run; seeds the random generators of a new one."""
