@@ -15,13 +15,14 @@ from g2rpo.run.metrics import read_metrics
 
 SETTINGS = [
     "prompts=world:demo",
-    "iterations=3",
+    "iterations=2",
     "prompts_per_iteration=1",
     "group_size=2",
     "num_steps=3",
     "train_steps=1",
     "granularities=[1]",
-    'rewards={"tiny_clip"=1.0}',
+    # Without texts: tiny_clip's last digits depend on which prompts were encoded together.
+    'rewards={"colourfulness"=1.0}',
     "lora_rank=1",
     "checkpoint_every=1",
     "eval_every=1",
@@ -47,14 +48,14 @@ WRITES = {  # what is written -> pattern of its path, and how many such writes s
     "index": (r"step_000002\.tmp/.*tensors\.json", 0),
     "state": (r"step_000002\.tmp/.*state\.json", 0),
     "latest": (r"\.tmp-[^/]*-latest", 1),
-    "events": (r"events\.out", 1),
+    "events": (r"events\.out", 0),
     "curve": (r"curve\.png", 0),
     "comparison": (r"comparison\.md", 0),
     "pairs": (r"before_after\.png", 0),
     "embeddings": ("$^", 0),
     "end": (r"\.tmp-[^/]*-finished", 0),
 }
-IN_SHORT = ["metrics", "tensors", "state", "events"]
+IN_SHORT = ["metrics", "tensors"]
 
 
 @pytest.fixture(scope="module")
