@@ -34,6 +34,11 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
                 f"{out / name} is a folder, and the run needs that name for a file: move the folder"
             )
     begun = (out / "config.toml").is_file()
+    if begun and not (out / "config.toml").read_bytes().strip():
+        raise ValueError(
+            f"{out / 'config.toml'} is damaged: it is empty, and g2rpo writes all settings into it. Put it "
+            "back from a copy, or write into it the settings with which the run began"
+        )
     checkpoint = latest_checkpoint(out)
     check_metrics(out, checkpoint)
     if settings.resume == "never" and (begun or checkpoint is not None):

@@ -9,9 +9,10 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from g2rpo.config.load import load_settings
 from g2rpo.run.checkpoint import save_checkpoint
 from g2rpo.run.metrics import MetricsWriter, read_metrics
-from g2rpo.run.run import check_metrics
+from g2rpo.run.run import check_metrics, checkpoint_to_resume
 from g2rpo.runtime.progress import RunProgress, format_seconds
 
 
@@ -188,6 +189,12 @@ def test_metrics_that_are_shorter_than_the_checkpoint_are_reported(tmp_path, cap
     metrics.unlink()
     check_metrics(tmp_path, path)
     assert "lacks 4 of its lines (iterations 1 to 4)" in caplog.text
+
+
+def test_empty_settings_of_a_run_are_damage(tmp_path):
+    (tmp_path / "config.toml").write_text("\n")
+    with pytest.raises(ValueError, match=r"config\.toml is damaged: it is empty"):
+        checkpoint_to_resume(load_settings("tiny", [f"out={tmp_path}"]))
 
 
 def test_a_run_whose_checkpoints_are_lost_is_not_begun_again(tmp_path):
