@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from g2rpo.runtime.files import disk_errors, release_output
+
 
 class Commands(TyperGroup):
     """Prints the message of a ValueError in red on stderr and exits with code 2.
@@ -22,10 +24,13 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            # A file on a full disk that no part of the package wrote itself, such as standard output.
+            with disk_errors():
+                return super().invoke(ctx)
         except ValueError as error:
             if ctx.params["traceback"]:
                 raise
+            release_output()
             console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
             console.print(f"error: {error}", style="red")
             raise typer.Exit(2) from error

@@ -8,7 +8,6 @@ The same command continues an interrupted comparison; finished runs are not trai
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from g2rpo.config.load import Settings, read_settings
 from g2rpo.evaluation.monitor import is_evaluation
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import checkpoint_to_resume, is_finished
-from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.records import DamagedFile, read_record, write_record
 
 RECORD = "compare.json"
 
@@ -117,7 +116,7 @@ def compare(
             for name, seeds_of in folders.items()
         },
     }
-    write_atomic(out / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_record(out / RECORD, record, indent=1)
     failed: dict[str, str] = {}
     if jobs_left and not report_only:
         if done := len(planned) - len(jobs_left):
@@ -176,10 +175,12 @@ def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
             f"{out} holds no comparison: there is no {RECORD} in it; name the arms, or another DIR"
         )
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         arms = record["arms"]
         folders = {name: {int(s): out / p for s, p in paths.items()} for name, paths in arms.items()}
         return folders, list(record["commands"])
+    except DamagedFile as error:
+        raise ValueError(f"{error}; name the arms again, and it will be written again") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a record of a comparison ({error}); name the arms again") from error
 

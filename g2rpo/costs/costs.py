@@ -19,6 +19,7 @@ from itertools import combinations
 from g2rpo.algorithms.base import Algorithm, coarse_tails_warning
 from g2rpo.config.checks import check_tails
 from g2rpo.config.settings import Settings
+from g2rpo.costs.disk import disk_of
 from g2rpo.costs.fits import fit_notes
 from g2rpo.costs.memory import (
     USABLE,
@@ -186,7 +187,7 @@ def plan_costs(
         eval_forwards=eval_forwards,
         trained_params=trained,
         memory=memory,
-        disk=_disk(settings, shape, trained, num_texts),
+        disk=disk_of(settings, shape, trained, num_texts),
         flops=flops,
         seconds=seconds,
         run_seconds=run_seconds,
@@ -277,23 +278,3 @@ def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:
     prompts = [min(requested, available) for available in sources if requested]
     sets = [math.ceil(requested / count) * count for count in prompts]
     return evaluations * settings.num_eval_prompts + grids * settings.num_sample_prompts + 2 * sum(sets)
-
-
-def _disk(settings: Settings, shape: ModelShape, trained: int, num_texts: int) -> dict[str, int]:
-    master = 8 if settings.precision == "float64" else 4
-    moments = 2 * master  # moments in 8 bits are counted in full, too
-    copies = bool(settings.ema_decay) + (settings.make_algorithm().objective().lag is not None)
-    checkpoint = trained * (master + moments + master * copies)
-    evaluated = settings.eval_every if settings.keep_best is not None else 0  # each may be the best so far
-    written = settings.iterations // math.gcd(settings.checkpoint_every, evaluated)
-    kept = min(settings.keep_last, max(written, 1))
-    if settings.keep_every:
-        kept += settings.iterations // settings.keep_every
-    kept += settings.keep_best is not None
-    row = shape.embedding_numbers * (2 if settings.precision == "bfloat16" else 4)
-    return {
-        "one checkpoint": checkpoint,
-        f"checkpoints ({kept} kept, 1 being written)": (kept + 1) * checkpoint,
-        f"embeddings of {num_texts:,} prompts": num_texts * row,
-        "export": 4 * trained,
-    }

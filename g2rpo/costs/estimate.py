@@ -8,6 +8,7 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.costs.costs import Costs, plan_costs
+from g2rpo.costs.disk import disk_problem
 from g2rpo.costs.memory import agreed_rollout_batch, run_plans, shape_of_run, update_rows
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
@@ -66,6 +67,8 @@ def plan_here(
         num_prompts=len(read_prompts(settings.prompts)[0]),
         num_texts=num_texts,
     )
+    if problem := disk_problem(settings):
+        costs = replace(costs, notes=(*costs.notes, f"does not fit on this machine's disk: {problem}"))
     if name is not None and not costs.seconds:
         unknown = (
             f"no times: the table has none for this model on {name}; use --measure or --seconds-per-forward"

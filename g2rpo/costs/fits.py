@@ -9,6 +9,7 @@ from typing import Any
 from g2rpo.config.load import load_settings
 from g2rpo.config.recipe import shipped_recipes, toml_value
 from g2rpo.config.settings import Settings
+from g2rpo.costs.disk import size_text
 from g2rpo.costs.memory import Memory, changes_that_help, memory_of, run_plans, shape_of_run, trained_params
 from g2rpo.models.family import ModelShape
 from g2rpo.rollouts.plan import Plan
@@ -73,7 +74,3 @@ def as_words(changes: Mapping[str, Any]) -> str:
     for name, options in changes.get("reward_options", {}).items():
         words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
     return " ".join(words)
-
-
-def size_text(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"

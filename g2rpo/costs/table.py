@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from g2rpo.costs.costs import Costs
-from g2rpo.costs.fits import size_text
+from g2rpo.costs.disk import size_text
 
 LARGEST = 3
 """Parts of the memory that the verdict names."""

@@ -6,7 +6,6 @@ standard error is that of the mean of these differences.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.images import comparison, from_pil, to_pil
 from g2rpo.runtime.files import atomic_path, write_atomic
 from g2rpo.runtime.processes import barrier, rank
+from g2rpo.runtime.records import DamagedFile, read_record, write_record
 
 OWN, UNSEEN = "own prompts, fresh seeds", "unseen prompts"
 RECORD = Path("comparison") / "before.json"
@@ -83,7 +83,7 @@ class Comparison:
             record["sets"].append(asdict(image_set) | {"scores": scores})
             _save_images(out, "before", number, images)
         if rank() == 0:
-            write_atomic(out / RECORD, json.dumps(record))
+            write_record(out / RECORD, record)
         barrier()
 
     def resumed(self, out: Path) -> Comparison:
@@ -99,8 +99,11 @@ class Comparison:
         if not self.sets:
             return self
         way_out = "or compare_images=0 to go on without a comparison"
-        record = json.loads((out / RECORD).read_text(encoding="utf-8")) if (out / RECORD).is_file() else None
-        if not isinstance(record, dict):
+        try:
+            record = read_record(out / RECORD) if (out / RECORD).is_file() else None
+        except DamagedFile:
+            return self  # `problem` says it, and the images are drawn again
+        if record is None:
             raise ValueError(
                 f"compare_images={self.images}, but {out / RECORD} holds no images of the untrained model "
                 f"(or an earlier version's); start a new run with another out=FOLDER, {way_out}"
@@ -125,6 +128,24 @@ class Comparison:
             )
         return began
 
+    def problem(self, out: Path) -> str:
+        """What is wrong with the stored images and scores of the untrained policy; "" if they are intact."""
+        if not self.sets:
+            return ""
+        try:
+            read_record(out / RECORD)
+        except DamagedFile as error:
+            return str(error)
+        for number, image_set in enumerate(self.sets):
+            for i in range(len(image_set.prompts)):
+                file = image_path(out, "before", number, i)
+                try:
+                    with Image.open(file) as image:
+                        image.load()
+                except (OSError, SyntaxError, ValueError) as error:
+                    return f"{file} is {'damaged' if file.is_file() else 'missing'} ({error})"
+        return ""
+
     def _unseen(self) -> list[str]:
         return [prompt for images in self.sets if images.title == UNSEEN for prompt in images.prompts]
 
@@ -136,7 +157,7 @@ class Comparison:
         Args:
             trained: names of the rewards that were trained on.
         """
-        record = json.loads((out / RECORD).read_text(encoding="utf-8"))
+        record = read_record(out / RECORD)
         changes, before, after, all_scores = [], [], [], []
         for number, (image_set, stored) in enumerate(zip(self.sets, record["sets"], strict=True)):
             files = [image_path(out, "before", number, i) for i in range(len(image_set.prompts))]
@@ -150,7 +171,7 @@ class Comparison:
             return changes
         for number, images in enumerate(after):
             _save_images(out, "after", number, images)
-        write_atomic(out / AFTER, json.dumps({"trained": list(trained), "scores": all_scores}))
+        write_record(out / AFTER, {"trained": list(trained), "scores": all_scores})
         write_atomic(out / "comparison.md", markdown(changes))
         write_before_after(out / "before_after.png", self.sets, before, after)
         return changes

@@ -36,7 +36,7 @@ from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.exits import RewardExited
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
-from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.files import append_bytes, write_atomic
 from g2rpo.runtime.interrupt import Interrupt, interruptible
 from g2rpo.runtime.processes import (
     barrier,
@@ -276,9 +276,8 @@ class _Evaluation:
         with (
             scoring(rewards.values()),
             show_progress(total, "images", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
-            part.open("w", newline="", encoding="utf-8") as file,
         ):
-            file.write(self._head())
+            write_atomic(part, self._head())
             for keys in todo:
                 pixels = torch.stack([read_pixels(self.lineup.file(*key)) for key in keys]).to(device)
                 prompts = [prompt_of_image[i].text for _, _, i in keys]
@@ -289,8 +288,7 @@ class _Evaluation:
                     for key, values in zip(keys, scores, strict=True)
                 }
                 self.rows |= rows
-                file.write(self._lines(keys))
-                file.flush()
+                append_bytes(part, self._lines(keys).encode("utf-8"))
                 own_rows |= rows
                 done += len(keys)
                 progress(done)

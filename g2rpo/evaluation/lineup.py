@@ -24,10 +24,10 @@ from g2rpo.inference.images import save_png
 from g2rpo.inference.names import labels_of, model_state, own_conditions
 from g2rpo.inference.sample import SampleRequest, Segment, sample_images, sample_segments
 from g2rpo.models.policy import Policy
-from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.interrupt import Interrupt
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
 from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.records import DamagedFile, read_record, write_record
 
 KINDS = ("evaluation", "gallery")
 IMAGES_PER_LOAD = 256
@@ -92,10 +92,15 @@ class Lineup:
                 )
             return
         try:
-            before = json.loads(self._file.read_text(encoding="utf-8"))
+            before = read_record(self._file)
             settings, models, steps = before["settings"], before["models"], before["steps"]
             self.conditions, self.shift = before["conditions"], before["shift"]
             self.described = before["described"]
+        except DamagedFile as error:
+            raise ValueError(
+                f"{error}. It says which images and scores are in the folder: put it back from a copy, or "
+                "name another --out"
+            ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self._file} was not written by this command; name another --out") from error
         differences = [
@@ -132,7 +137,7 @@ class Lineup:
             "shift": self.shift,
             "described": self.described,
         }
-        write_atomic(self._file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        write_record(self._file, record, indent=2)
 
     def file(self, label: str, steps: int, index: int) -> Path:
         """Path of image `index`."""

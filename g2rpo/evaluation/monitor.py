@@ -28,11 +28,13 @@ from g2rpo.rewards.base import Reward
 from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward
+from g2rpo.run.folder import warn_once
 from g2rpo.run.metrics import MetricsWriter, read_metrics
-from g2rpo.runtime.files import atomic_path, write_atomic
+from g2rpo.runtime.files import atomic_path
 from g2rpo.runtime.interrupt import undisturbed
 from g2rpo.runtime.processes import gathered, rank, run_together, world_size
 from g2rpo.runtime.progress import RunProgress
+from g2rpo.runtime.records import DamagedFile, read_record, write_record
 
 # Training noise is seeded by hashes of keys, these images by consecutive integers: no seed occurs in both.
 FIRST_SEED = 1_000_000
@@ -157,9 +159,8 @@ class Evaluator:
         record |= {"judges": descriptions, "options": options}
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / f"step_{step:06d}.json", json.dumps(record))
-        base = folder / f"step_{0:06d}.json"
-        first = json.loads(base.read_text(encoding="utf-8")) if step and base.is_file() else {}
+            write_record(folder / f"step_{step:06d}.json", record)
+        first = _first_record(out) if step else {}
         start = first["scores"] if {name: first.get(name) for name in conditions} == conditions else {}
         start = {
             name: values
@@ -173,6 +174,30 @@ class Evaluator:
                 gain = values - torch.tensor(start[name])
                 result[f"eval_gain/{name}"], result[f"eval_gain_se/{name}"] = _mean_of_finite(gain)
         return result
+
+
+def _first_record(out: Path) -> dict[str, Any]:
+    """The record of the evaluation at step 0; empty if there is none, or it was damaged since the start."""
+    base = out / "evaluations" / f"step_{0:06d}.json"
+    try:
+        return read_record(base) if base.is_file() else {}
+    except DamagedFile as error:
+        warn_once(f"{error}; the next start of the run writes it again, and until then eval_gain is missing")
+        return {}
+
+
+def first_evaluation_problem(out: Path) -> str:
+    """What is wrong with the record of the evaluation at step 0, if metrics.jsonl says that there was one."""
+    base, metrics = out / "evaluations" / f"step_{0:06d}.json", out / "metrics.jsonl"
+    try:
+        if base.is_file():
+            read_record(base)
+            return ""
+    except DamagedFile as error:
+        return str(error)
+    lines = read_metrics(metrics) if metrics.is_file() else []
+    made = any(line["step"] == 0 and is_evaluation(line) for line in lines)
+    return f"{base} is missing" if made else ""
 
 
 def _mean_of_finite(values: Tensor) -> tuple[float, float]:

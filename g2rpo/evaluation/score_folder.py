@@ -28,7 +28,7 @@ from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
-from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.files import append_bytes, write_atomic
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.progress import show_progress
@@ -252,16 +252,14 @@ class _Table:
     def appending(self) -> Iterator[Callable[[Sequence[Item], Sequence[Row]], None]]:
         """Yields a function that appends rows to scores.csv immediately."""
         self._write({**self._summary(complete=False), "rewards": {}})
-        with self.csv.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
 
-            def append(items: Sequence[Item], rows: Sequence[Row]) -> None:
-                for item, row in zip(items, rows, strict=True):
-                    writer.writerow(self._cells(item, row))
-                    self.rows[item.name] = row
-                file.flush()
+        def append(items: Sequence[Item], rows: Sequence[Row]) -> None:
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(self._cells(*pair) for pair in zip(items, rows, strict=True))
+            append_bytes(self.csv, text.getvalue().encode("utf-8"))
+            self.rows |= {item.name: row for item, row in zip(items, rows, strict=True)}
 
-            yield append
+        yield append
 
     def close(self, matched: Matched, *, complete: bool) -> dict[str, RewardScores]:
         """Writes the rows in the order of the images, and the statistics, which are returned."""

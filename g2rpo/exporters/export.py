@@ -27,7 +27,7 @@ from g2rpo.models.policy import Policy, has_adapters
 from g2rpo.models.registry import find_model
 from g2rpo.run.folder import BEST
 from g2rpo.run.metrics import read_metrics
-from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.files import disk_errors, disk_full, write_atomic
 from g2rpo.runtime.quiet import quiet_packages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -118,11 +118,13 @@ def export_policy(
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
+        if full := disk_full(out, error):
+            raise full from error
         raise ValueError(
             f"cannot write to {out.parent} ({error.strerror}); give another folder: --out FOLDER"
         ) from error
     try:
-        with quiet_packages():
+        with quiet_packages(), disk_errors(out):
             writer.write(policy, unfinished, DTYPES[dtype])
         record = {
             "base_model": settings.model,

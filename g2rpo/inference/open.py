@@ -24,7 +24,7 @@ from g2rpo.models.registry import load_policy
 from g2rpo.models.transformer.weights import is_adapter_file, weight_file
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.checkpoint import load_checkpoint
-from g2rpo.run.folder import BEST, damage, latest_checkpoint
+from g2rpo.run.folder import BEST, damage, latest_checkpoint, load_newest
 
 EXPORT_FILE = "g2rpo.json"
 """File beside an export's weights, with its base model and the settings of its run."""
@@ -213,16 +213,38 @@ def open_run(
     settings = read_settings(run)
     options = run_options(settings, changes or {}, family, run)
     policy = load_policy(settings.model, options, device=device or settings.device, family=family)
+    state = _load_run(policy, run if path == run else None, checkpoint, bool(settings.ema_decay))
+    return policy, settings, state
+
+
+def _load_run(policy: Policy, run: Path | None, checkpoint: Path, averaged: bool) -> dict[str, Any]:
+    """Loads a checkpoint into a policy and returns its plain state.
+
+    Args:
+        run: the run whose newest intact checkpoint is loaded; None: only `checkpoint` will do.
+        averaged: load the averaged weights (`ema_decay`).
+    """
+
+    def load(path: Path) -> dict[str, Any]:
+        state = load_checkpoint(path, {"module": root_module(policy)}, restore_random=False)
+        if averaged:
+            _load_ema(policy, path)
+        return state
+
     was_damaged = damage(checkpoint)  # then loading's own error says more
     try:
-        state = load_checkpoint(checkpoint, {"module": root_module(policy)}, restore_random=False)
-        if settings.ema_decay:
-            _load_ema(policy, checkpoint)
+        if run is None:
+            return load(checkpoint)
+        loaded = load_newest(run, load)
     except Exception as error:
-        if (problem := damage(checkpoint)) and not was_damaged:  # a run in progress removes old ones
+        problem = damage(checkpoint)
+        # A run in progress removes old ones. Content that changed is reported as it was found.
+        if problem and not was_damaged and (run is None or problem == "no such checkpoint"):
             raise ValueError(f"{checkpoint} changed while it was read ({problem}); try again") from error
         raise
-    return policy, settings, state
+    if loaded is None:
+        raise ValueError(f"{checkpoint} was removed while it was read; try again")
+    return loaded[1]
 
 
 def export_record(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ page says so.
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from g2rpo.run.environment import read_starts
 from g2rpo.run.groups import read_groups
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import FINISHED
+from g2rpo.runtime.records import read_record
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
@@ -164,11 +164,10 @@ class _Reader:
         if not path.is_file():
             return {}
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError) as error:
-            self.problems.append(f"{path}: {error}")
+            return read_record(path)
+        except ValueError as error:
+            self.problems.append(str(error))
             return {}
-        return content if isinstance(content, dict) else {}
 
 
 def _scores(values: Mapping[str, Any]) -> dict[str, Scores]:

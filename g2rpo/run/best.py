@@ -9,14 +9,14 @@ accepts RUN/best as the name of a model, like RUN itself.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from g2rpo.run.folder import BEST, STEP, damage, read_best, step_name, write_pointer
+from g2rpo.run.folder import BEST, STEP, damage, read_best, step_name, warn_once, write_pointer
 from g2rpo.run.metrics import read_metrics
 from g2rpo.runtime.processes import rank
+from g2rpo.runtime.records import DamagedFile, read_record
 
 
 def _evaluations(out: str | Path, reward: str) -> dict[int, float]:
@@ -25,10 +25,18 @@ def _evaluations(out: str | Path, reward: str) -> dict[int, float]:
     return {line["step"]: value for line in lines if (value := line.get(f"eval/{reward}")) is not None}
 
 
-def _kind(out: Path, step: int, reward: str) -> list[Any]:
-    """How an evaluation was made, from its record: prompts, seeds, steps, and the reward's own options."""
+def _kind(out: Path, step: int, reward: str) -> list[Any] | None:
+    """How an evaluation was made, from its record: prompts, seeds, steps, and the reward's own options.
+
+    None: the record is damaged. Its mean is in metrics.jsonl, too, and counts as one of the same kind, so
+    that a better checkpoint is not given up.
+    """
     file = out / "evaluations" / f"{step_name(step)}.json"
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        record = read_record(file) if file.is_file() else {}
+    except DamagedFile as error:
+        warn_once(f"{error}; its mean is taken from metrics.jsonl, as one of the same prompts and seeds")
+        return None
     images = [record.get(name) for name in ("prompts", "seeds", "num_steps")]
     return [*images, *(record.get(name, {}).get(reward) for name in ("judges", "options"))]
 
@@ -47,7 +55,7 @@ def is_best(out: str | Path, reward: str, iteration: int) -> bool:
     kept = STEP.fullmatch(read_best(out)[0])
     rivals = {0, int(kept[1]) if kept else 0} & values.keys() - {iteration}
     kind = _kind(Path(out), iteration, reward)
-    return all(values[iteration] > values[r] for r in rivals if _kind(Path(out), r, reward) == kind)
+    return all(values[iteration] > values[r] for r in rivals if _kind(Path(out), r, reward) in (kind, None))
 
 
 def mark_best(out: str | Path, iteration: int, reward: str) -> None:
@@ -71,7 +79,8 @@ def refresh_best(out: str | Path, reward: str | None, iteration: int) -> str:
     pointer = Path(out) / BEST
     values = _evaluations(out, reward) if reward is not None and iteration > 0 else {}
     kinds = {step: _kind(Path(out), step, str(reward)) for step in values}
-    values = {step: value for step, value in values.items() if kinds[step] == kinds[max(kinds)]}
+    newest = next((kind for _, kind in sorted(kinds.items(), reverse=True) if kind is not None), None)
+    values = {step: value for step, value in values.items() if kinds[step] in (newest, None)}
     untrained = values.pop(0, -math.inf)
     better = sorted((step for step, value in values.items() if value > untrained), key=lambda s: -values[s])
     intact = [step for step in better if not damage(Path(out) / "checkpoints" / step_name(step))]

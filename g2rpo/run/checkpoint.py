@@ -5,9 +5,10 @@
     RUN/latest                     "step_000050": the newest complete checkpoint, replaced atomically
     RUN/best                       the checkpoint after the best evaluation, if `keep_best` is set (best.py)
 
-A killed write leaves a `.tmp` folder, which the next write removes, and `latest` as it was. File sizes are
-recorded, so that a file truncated by a full or broken disk is detected; then the newest intact checkpoint is
-used. Frozen weights (the base under adapters) are not stored, because they come with the model.
+A killed write leaves a `.tmp` folder, which the next write removes, and `latest` as it was. File sizes and
+checksums of each stored chunk, of the index and of state.json are recorded, so that damage is detected, such
+as that of a full or broken disk; then the newest intact checkpoint is used (folder.load_newest). Frozen
+weights (the base under adapters) are not stored, because they come with the model.
 
 Reading a checkpoint runs no code from it (checkpoint_index.py).
 """
@@ -40,7 +41,6 @@ from g2rpo.run.checkpoint_index import (
 )
 from g2rpo.run.folder import (
     BEST,
-    FILES,
     LATEST,
     aside_path,
     named_checkpoints,
@@ -48,8 +48,9 @@ from g2rpo.run.folder import (
     read_state,
     step_name,
     write_pointer,
+    write_state,
 )
-from g2rpo.runtime.files import sync_folder, write_atomic
+from g2rpo.runtime.files import DiskFull, disk_full, nearest_folder, sync_file, sync_folder
 from g2rpo.runtime.processes import barrier, environment_number, gathered, rank
 from g2rpo.runtime.random import random_state, set_random_state
 from g2rpo.runtime.sharding import local
@@ -94,7 +95,8 @@ def save_checkpoint(
         The checkpoint's folder.
 
     Raises:
-        ValueError: keep_last < 1, too little free space, or a value of another type.
+        DiskFull: too little free space; raised on all processes. Earlier checkpoints are as before.
+        ValueError: keep_last < 1, or a value of another type.
     """
     if keep_last < 1:
         raise ValueError(
@@ -114,28 +116,59 @@ def save_checkpoint(
     barrier()
     _check_space(checkpoints, _bytes(tensors))
     try:
-        with without_process_group_warning():
-            dcp.save(tensors, storage_writer=TensorWriter(unfinished, thread_count=_writers()))
-    except dcp.CheckpointException as error:
-        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
-            raise KeyboardInterrupt from error
+        _write_tensors(unfinished, tensors)
+    except DiskFull:
+        _remove_everywhere(unfinished)
         raise
+    problem: DiskFull | None = None
     if rank() == 0:
-        sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
-        write_atomic(unfinished / "state.json", json.dumps(rest | {FILES: sizes}, ensure_ascii=False))
-        if final.exists():  # the run was resumed from an earlier checkpoint
-            shutil.rmtree(aside_path(final), ignore_errors=True)
-            os.replace(final, aside_path(final))
-        os.replace(unfinished, final)
-        sync_folder(checkpoints)
-        write_pointer(Path(out) / LATEST, final.name)
-        if best is not None:
-            write_pointer(Path(out) / BEST, final.name, best)
-        _prune(checkpoints, iteration, keep_last, keep_every)
-        for leftover in checkpoints.glob("step_*.tmp"):  # last: one may have been the only intact one
-            shutil.rmtree(leftover)
-    barrier()
+        try:
+            _complete(unfinished, final, rest)
+            write_pointer(Path(out) / LATEST, final.name)
+            if best is not None:
+                write_pointer(Path(out) / BEST, final.name, best)
+        except DiskFull as error:
+            problem = error
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            _prune(checkpoints, iteration, keep_last, keep_every)
+            for leftover in checkpoints.glob("step_*.tmp"):  # last: one may have been the only intact one
+                shutil.rmtree(leftover)
+    if full := next(filter(None, gathered(problem)), None):  # on all processes, and after all have finished
+        raise full
     return final
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    try:
+        with without_process_group_warning():
+            dcp.save(tensors, storage_writer=TensorWriter(folder, thread_count=_writers()))
+    except dcp.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            raise KeyboardInterrupt from error
+        if full := next((full for cause in causes if (full := disk_full(folder, cause))), None):
+            raise full from error
+        raise
+
+
+def _remove_everywhere(unfinished: Path) -> None:
+    """Removes what was written of a checkpoint, so that the space is free for other files."""
+    barrier()  # no process writes there any more
+    if rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _complete(unfinished: Path, final: Path, rest: dict[str, Any]) -> None:
+    """Writes state.json and gives the checkpoint its name."""
+    write_state(unfinished, rest)
+    if (metrics := final.parent.parent / "metrics.jsonl").is_file():
+        sync_file(metrics)  # the checkpoint must not survive a power failure that its metrics do not
+    if final.exists():  # the run was resumed from an earlier checkpoint
+        shutil.rmtree(aside_path(final), ignore_errors=True)
+        os.replace(final, aside_path(final))
+    os.replace(unfinished, final)
+    sync_folder(final.parent)
 
 
 def _writers() -> int:
@@ -160,7 +193,9 @@ def load_checkpoint(
         The content of state.json: `iteration`, `random` and all values that are not tensors.
 
     Raises:
-        ValueError: not a checkpoint, or a name, entry or shape differs; the message lists the differences.
+        DamagedFile: not a checkpoint, or one of its files is not as it was written. Tensors may have been
+            replaced in part: load another checkpoint into all of them, or do not use them.
+        ValueError: a name, entry or shape differs; the message lists the differences.
     """
     path = Path(path)
     rest = read_state(path)
@@ -298,21 +333,26 @@ def check_checkpoint_space(
         iterations_left: iterations still to run; with 0 no checkpoint will be written and nothing is checked.
 
     Raises:
-        ValueError: too little free space; raised on all processes or on none.
+        DiskFull: too little free space; raised on all processes or on none.
     """
     if iterations_left > 0:
-        existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        _check_space(existing, 3 * _bytes(trained) + _bytes(copies))
+        _check_space(nearest_folder(out), 3 * _bytes(trained) + _bytes(copies))
+
+
+def headroom(checkpoint_bytes: int) -> int:
+    """Bytes that must stay free beside checkpoints of this size, for images, metrics and records."""
+    return min(HEADROOM_BYTES, 2**20 + 4 * checkpoint_bytes)
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:
     """Compares the bytes of all processes with the free space; raises on all of them or on none."""
     parts = gathered((bytes_here, shutil.disk_usage(folder).free))
     needed, free = sum(part[0] for part in parts), min(part[1] for part in parts)
-    if free < needed + HEADROOM_BYTES:
-        raise ValueError(
+    if free < needed + (spare := headroom(needed)):
+        raise DiskFull(
             f"a checkpoint needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; "
-            "free some space, or lower keep_last; nothing was written and the last checkpoint is intact"
+            f"free some space, at least {(needed + spare - free) / 1e9:.2f} GB; nothing was written, the "
+            "last checkpoint is intact, and the same command goes on from it"
         )
 
 

@@ -3,7 +3,7 @@
 torch.distributed.checkpoint stores its index as a pickle, `.metadata`, and unpickles it and all entries that
 are not tensors. Therefore a run folder from an untrusted source could run any program. Here
 
-    tensors.json   name -> dtype, shape, and per stored chunk its offsets, shape, file, position and bytes
+    tensors.json   name -> dtype, shape, and per stored chunk its offsets, shape, file, position, bytes, crc32
 
 replaces `.metadata`, and the files beside it contain only tensors, which are read by
 `torch.load(weights_only=True)`.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,15 +39,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from g2rpo.run.folder import INDEX, PICKLED_INDEX
+from g2rpo.run.folder import INDEX, PICKLED_INDEX, index_problem, warn_once
+from g2rpo.run.tensor_files import ChecksummedReader, ChecksummedWriter, StoredChunk, unsafe_function
 from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.records import DamagedFile
 
 FORMAT = 1
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-class TensorWriter(dcp.FileSystemWriter):
-    """torch's writer, with `tensors.json` in place of the pickled index."""
+class TensorWriter(ChecksummedWriter):
+    """Writes tensor files with checksums, and `tensors.json` in place of torch's pickled index."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index; called on one process after all processes have written their files.
@@ -61,8 +62,8 @@ class TensorWriter(dcp.FileSystemWriter):
         write_atomic(Path(self.path) / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
 
 
-class TensorReader(dcp.FileSystemReader):
-    """torch's reader, with the index from `read_index`."""
+class TensorReader(ChecksummedReader):
+    """Reads tensor files and verifies them, with the index from `read_index`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index as torch's Metadata.
@@ -91,15 +92,19 @@ def read_index(path: Path) -> Metadata:
     if not index.is_file():
         index = path / PICKLED_INDEX
     if not index.is_file():
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {INDEX}")
+        raise DamagedFile(f"{path} is not a complete checkpoint: it has no {INDEX}")
+    if index.name == INDEX and (path / "state.json").is_file() and (problem := index_problem(path)):
+        raise DamagedFile(problem)
     try:
         metadata = (_from_json if index.name == INDEX else _from_pickle)(index)
         for stored in metadata.storage_data.values():
             _check_inside(stored.relative_path)
     except _ContainsCode as error:
         raise ValueError(contains_code_message(index, str(error))) from error
+    except DamagedFile:
+        raise
     except Exception as error:  # a file that is not an index fails in many ways, all of them harmless
-        raise ValueError(f"{index} is damaged ({type(error).__name__}: {error})") from error
+        raise DamagedFile(f"{index} is damaged ({type(error).__name__}: {error})") from error
     return metadata
 
 
@@ -107,11 +112,13 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
     """Fills the given (nested) mappings of tensors in place; the caller has compared names and shapes.
 
     Raises:
-        ValueError: the files are damaged or contain code.
+        DamagedFile: a file is damaged; the tensors may be filled in part.
+        ValueError: the files contain code.
     """
+    reader = TensorReader(path)
     try:
         with without_process_group_warning():
-            dcp.load(tensors, storage_reader=TensorReader(path), planner=TensorPlanner())
+            dcp.load(tensors, storage_reader=reader, planner=TensorPlanner())
     except dcp.CheckpointException as error:
         cause = next((e for e, _ in error.failures.values() if not isinstance(e, KeyboardInterrupt)), None)
         if cause is None:
@@ -121,6 +128,11 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
         if isinstance(cause, pickle.UnpicklingError | RuntimeError | EOFError | OSError):
             raise _unreadable(path, cause) from error
         raise
+    if reader.unverified:
+        warn_once(
+            f"{path} was written by an earlier version, without checksums: of its files only the sizes were "
+            "checked"
+        )
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -174,6 +186,7 @@ def _entry(name: str, entry: Any, stored: Mapping[MetadataIndex, Any]) -> dict[s
                 "file": info.relative_path,
                 "position": info.offset,
                 "bytes": info.length,
+                "crc32": info.crc32,
             }
         )
     dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -191,8 +204,8 @@ def _from_json(index: Path) -> Metadata:
         for i, chunk in enumerate(entry["chunks"]):
             offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            stored[MetadataIndex(name, offsets, i)] = filesystem._StorageInfo(
-                chunk["file"], int(chunk["position"]), int(chunk["bytes"])
+            stored[MetadataIndex(name, offsets, i)] = StoredChunk(
+                chunk["file"], int(chunk["position"]), int(chunk["bytes"]), crc32=chunk.get("crc32")
             )
         properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
         entries[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
@@ -253,9 +266,11 @@ _INDEX_CLASSES: dict[tuple[str, str], Any] = {
 
 def _unreadable(path: Path, error: BaseException) -> ValueError:
     """The error for tensor data that `torch.load(weights_only=True)` rejects."""
-    if match := re.search(r"GLOBAL (\S+)|unrecognized function (\S+)", str(error)):
-        return ValueError(contains_code_message(path, match[1] or match[2]))
-    return ValueError(f"{path} is damaged: its tensors cannot be read ({type(error).__name__})")
+    if function := unsafe_function(error):
+        return ValueError(contains_code_message(path, function))
+    if isinstance(error, OSError) and error.filename is not None:
+        return DamagedFile(f"{error.filename} cannot be read: {error.strerror}")
+    return DamagedFile(f"{path} is damaged: its tensors cannot be read ({type(error).__name__})")
 
 
 def contains_code_message(path: Path, function: str) -> str:

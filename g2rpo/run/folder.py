@@ -3,7 +3,9 @@
     RUN/latest   "step_000050"            RUN/best   "step_000034 verifier": checkpoint and selecting reward
 
 Both are pointer files of one line and are replaced atomically. An intact checkpoint has all of its files,
-each with the size that was recorded when it was written.
+each with the size that was recorded when it was written, and state.json and tensors.json have the recorded
+checksums. Those of the tensors are compared when they are loaded; a checkpoint in which one differs counts as
+damaged from then on (`mark_damaged`), so that the newest one before it is used.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import rank
+from g2rpo.runtime.records import DamagedFile, crc32
+
+T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 
@@ -33,7 +39,12 @@ PICKLED_INDEX = ".metadata"
 """The index of checkpoints of earlier versions."""
 
 FILES = "files"
-"""Key of state.json: file name -> size in bytes, for the other files of the checkpoint."""
+"""Key of state.json: file name -> size in bytes, for the other files of the checkpoint, and CHECKSUMS."""
+
+CHECKSUMS = "crc32"
+"""Key in FILES: file name -> checksum of tensors.json, and of state.json itself with zeros in its place."""
+
+_OWN, _ZEROS = '"state.json": "{}"', "0" * 8
 
 
 def step_name(iteration: int) -> str:
@@ -82,7 +93,7 @@ def latest_checkpoint(out: str | Path) -> Path | None:
     problems = []
     for path in reversed(saved):
         if not (problem := damage(path)):
-            _warn_once(f"{why}; using the newest intact checkpoint, {path.name}")
+            warn_once(f"{why}; using the newest intact checkpoint, {path.name}")
             return path
         problems.append(f"{path.name}: {problem}")
     raise ValueError(
@@ -90,6 +101,29 @@ def latest_checkpoint(out: str | Path) -> Path | None:
         + "".join(f"\n  {problem}" for problem in problems)
         + "\nNothing was changed. Restore the files from a copy, or start a new run in another out=FOLDER."
     )
+
+
+def load_newest(out: str | Path, load: Callable[[Path], T]) -> tuple[Path, T] | None:
+    """Loads the newest checkpoint of a run whose content is as it was written; None: the run has none yet.
+
+    A damaged one is passed over, and a warning names its file and what is wrong with it.
+
+    Args:
+        out: run folder.
+        load: loads a checkpoint completely, and raises DamagedFile if it is damaged; with several processes
+            on all of them.
+
+    Raises:
+        ValueError: checkpoints exist, but none is intact, or an error of `load`.
+    """
+    while (checkpoint := latest_checkpoint(out)) is not None:
+        try:
+            return checkpoint, load(checkpoint)
+        except DamagedFile as error:
+            if damage(checkpoint) == "no such checkpoint":  # a run in progress removes old ones
+                raise
+            mark_damaged(checkpoint, str(error))
+    return None
 
 
 def repair_latest(out: str | Path, checkpoint: Path) -> None:
@@ -102,7 +136,7 @@ def repair_latest(out: str | Path, checkpoint: Path) -> None:
 def damage(path: Path) -> str:
     """Description of what is wrong with a checkpoint's files; "" if it is intact.
 
-    Compares sizes, not contents.
+    Compares the sizes of all files and the checksums of the JSON files, and knows of `mark_damaged`.
     """
     if not STEP.fullmatch(path.name.removesuffix(ASIDE)) or not path.is_dir():
         return "no such checkpoint"
@@ -110,35 +144,87 @@ def damage(path: Path) -> str:
         sizes = read_state(path).get(FILES, {})
     except ValueError as error:
         return str(error)
+    if problem := _damaged.get(_identity(path), ""):
+        return problem
     for name, size in sizes.items():
+        if name == CHECKSUMS:
+            continue
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if (actual := file.stat().st_size) != size:
             return f"{name} has {actual} of its {size} bytes"
-    return (
-        ""
-        if any((path / index).is_file() for index in (INDEX, PICKLED_INDEX))
-        else "the index of its tensors is missing"
-    )
+    if (path / INDEX).is_file():
+        return index_problem(path)
+    return "" if (path / PICKLED_INDEX).is_file() else "the index of its tensors is missing"
+
+
+def index_problem(path: Path) -> str:
+    """What is wrong with the content of a checkpoint's tensors.json; "" if it is as it was written."""
+    try:
+        stored = read_state(path).get(FILES, {}).get(CHECKSUMS, {}).get(INDEX)
+        if stored is not None and (found := crc32((path / INDEX).read_bytes())) != stored:
+            return f"{path / INDEX} is damaged: its checksum is {found}, and {stored} was stored"
+    except DamagedFile as error:
+        return str(error)
+    except OSError as error:
+        return f"{path / INDEX} cannot be read: {error.strerror}"
+    return ""
+
+
+_damaged: dict[tuple[str, int], str] = {}
+
+
+def mark_damaged(path: Path, problem: str) -> None:
+    """Lets `damage` say `problem` of this checkpoint in this process, until another one replaces it."""
+    _damaged[_identity(path)] = problem
+
+
+def _identity(path: Path) -> tuple[str, int]:
+    file = path / "state.json"
+    return str(file.absolute()), file.stat().st_mtime_ns if file.is_file() else 0
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint's state.json: `iteration` and all saved values that are not tensors.
 
     Raises:
-        ValueError: not a checkpoint, or a damaged state.json.
+        DamagedFile: not a checkpoint, or a damaged state.json.
     """
     file = Path(path) / "state.json"
     if not file.is_file():
-        raise ValueError(f"{path} is not a checkpoint: it contains no state.json")
+        raise DamagedFile(f"{path} is not a checkpoint: it contains no state.json")
     try:
-        state: Any = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        state: Any = json.loads(text)
+    except OSError as error:
+        raise DamagedFile(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise DamagedFile(f"{file} is damaged: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("iteration"), int):
-        raise ValueError(f"{file} is damaged: it does not say after which iteration it was written")
+        raise DamagedFile(f"{file} is damaged: it does not say after which iteration it was written")
+    files = state.get(FILES, {})
+    if not isinstance(files, dict) or not isinstance(files.get(CHECKSUMS, {}), dict):
+        raise DamagedFile(f"{file} is damaged: it does not list the checkpoint's files")
+    if CHECKSUMS in files:
+        stored = str(files[CHECKSUMS].get(file.name))
+        found = crc32(text.replace(_OWN.format(stored), _OWN.format(_ZEROS)).encode("utf-8"))
+        if found != stored:
+            raise DamagedFile(f"{file} is damaged: its checksum is {found}, and {stored} was stored")
     return state
+
+
+def write_state(folder: Path, values: Mapping[str, Any]) -> None:
+    """Writes state.json, the last file of a checkpoint, with the sizes and checksums of the files.
+
+    Raises:
+        DiskFull: there is no space for it.
+    """
+    files: dict[str, Any] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    checksums = {INDEX: crc32((folder / INDEX).read_bytes()), "state.json": _ZEROS}
+    text = json.dumps({**values, FILES: files | {CHECKSUMS: checksums}}, ensure_ascii=False)
+    own = _OWN.format(crc32(text.encode("utf-8")))
+    write_atomic(folder / "state.json", text.replace(_OWN.format(_ZEROS), own))
 
 
 def named_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -164,7 +250,7 @@ def aside_path(path: Path) -> Path:
 _warned: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Logs a warning once per process: several parts of a command look up the newest checkpoint."""
     if rank() == 0 and message not in _warned:
         _warned.add(message)

@@ -1,17 +1,19 @@
 """The metrics of a run: metrics.jsonl and TensorBoard event files.
 
 metrics.jsonl has one JSON object per line with at least `step`. When a run is resumed, the lines after its
-checkpoint are removed; all other bytes stay as they are.
+checkpoint are removed; all other bytes stay as they are. A line is written completely or not at all, also
+when the disk is full; the lines before a checkpoint are on the disk when the checkpoint is.
 """
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.files import append_line, disk_errors, disk_full, write_atomic
 from g2rpo.runtime.processes import rank
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class MetricsWriter:
             ValueError: a new run where the file has lines of an earlier one, or an invalid line in the file.
         """
         self._out = Path(out)
-        self._file: TextIO | None = None
+        self._writes = False
         self._events: SummaryWriter | None = None
         self.path = self._out / "metrics.jsonl"
         if rank():
@@ -44,41 +46,52 @@ class MetricsWriter:
             truncate_metrics(self.path, resumed_step)
         elif self.path.exists() and self.path.stat().st_size:
             raise ValueError(f"{self.path} contains an earlier run; resume it, or give another out=FOLDER")
-        # Line-buffered, so that the file of a killed run has all complete lines.
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        with disk_errors(self.path):
+            self.path.touch()
+        self._writes = True
         if tensorboard:
             from torch.utils import tensorboard as events
 
             purge = None if resumed_step is None else resumed_step + 1
-            self._events = events.SummaryWriter(str(self._out), purge_step=purge)
+            _keep_full_disk_quiet()
+            with disk_errors(self._out / EVENTS):
+                self._events = events.SummaryWriter(str(self._out), purge_step=purge)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line, and its numbers to TensorBoard. NaN and infinity, which JSON lacks, become null.
 
         Raises:
+            DiskFull: there is no space; the line is not in the file, or only the events are incomplete.
             ValueError: `step` is missing.
         """
         if "step" not in metrics:
             raise ValueError(f"a line of metrics needs `step`, got only {', '.join(metrics)}")
         line = {name: _finite(value) for name, value in metrics.items()}
-        if self._file is not None:
-            self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        if self._writes:
+            append_line(self.path, json.dumps(line, ensure_ascii=False, allow_nan=False))
         if self._events is not None:
-            for name, value in metrics.items():
-                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                    self._events.add_scalar(name, value, global_step=metrics["step"])
+            with disk_errors(self._out / EVENTS):
+                for name, value in metrics.items():
+                    if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                        self._events.add_scalar(name, value, global_step=metrics["step"])
 
     def images(self, name: str, step: int, image: Any) -> None:
         """Adds an image to TensorBoard only: tensor [3, H, W] in [0, 1]."""
         if self._events is not None:
-            self._events.add_image(name, image, global_step=step)
+            with disk_errors(self._out / EVENTS):
+                self._events.add_image(name, image, global_step=step)
 
     def close(self) -> None:
-        """Flushes and closes the files."""
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
+        """Flushes and closes the files.
+
+        Raises:
+            DiskFull: there is no space for the events.
+        """
+        self._writes = False
+        events, self._events = self._events, None
+        if events is not None:
+            with disk_errors(self._out / EVENTS):
+                events.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -86,7 +99,26 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ValueError:
+            if kind is None:  # else the error that ends the run says more
+                raise
+
+
+EVENTS = "events.out.tfevents.*"
+
+
+def _keep_full_disk_quiet() -> None:
+    """Omits the traceback of TensorBoard's thread on a full disk: the next call raises the same error."""
+    before = threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        is_full = error.exc_value is not None and disk_full(Path(EVENTS), error.exc_value) is not None
+        if not (is_full and "_AsyncWriter" in type(error.thread).__name__):
+            before(error)
+
+    threading.excepthook = hook
 
 
 def _finite(value: Any) -> Any:

@@ -12,7 +12,7 @@ from g2rpo.config.identity import check_same_run
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.models.policy import Policy
-from g2rpo.run.folder import BEST, LATEST, latest_checkpoint, read_state
+from g2rpo.run.folder import BEST, LATEST, latest_checkpoint, read_state, warn_once
 from g2rpo.run.metrics import read_metrics
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import world_size
@@ -24,8 +24,8 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     Called before any model is loaded.
 
     Raises:
-        ValueError: the folder contains a run with other settings or with more iterations, or the folder does
-            not agree with `resume`.
+        ValueError: the folder contains a run with other settings or with more iterations, the folder does
+            not agree with `resume`, or `check_metrics` finds that checkpoints are lost.
     """
     out = Path(settings.out).expanduser()
     for name in (LATEST, *([BEST] if settings.keep_best is not None else [])):
@@ -34,7 +34,13 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
                 f"{out / name} is a folder, and the run needs that name for a file: move the folder"
             )
     begun = (out / "config.toml").is_file()
+    if begun and not (out / "config.toml").read_bytes().strip():
+        raise ValueError(
+            f"{out / 'config.toml'} is damaged: it is empty, and g2rpo writes all settings into it. Put it "
+            "back from a copy, or write into it the settings with which the run began"
+        )
     checkpoint = latest_checkpoint(out)
+    check_metrics(out, checkpoint)
     if settings.resume == "never" and (begun or checkpoint is not None):
         raise ValueError(f"{out} contains a run and resume='never'; give another out=FOLDER")
     if settings.resume == "latest" and checkpoint is None:
@@ -44,6 +50,37 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     if checkpoint is not None and (done := read_state(checkpoint)["iteration"]) > settings.iterations:
         raise ValueError(f"iterations={settings.iterations}, but {out} has done {done}; give at least {done}")
     return checkpoint
+
+
+def check_metrics(out: Path, checkpoint: Path | None) -> None:
+    """Compares a run's metrics.jsonl with its newest checkpoint, before a model is loaded.
+
+    Lines that the file lacks cannot be restored; a warning says which.
+
+    Raises:
+        ValueError: an invalid line, or the file shows that the run had checkpoints and there is none.
+    """
+    file = out / "metrics.jsonl"
+    lines = read_metrics(file) if file.is_file() else []
+    if checkpoint is not None:
+        done = read_state(checkpoint)["iteration"]
+        steps = {line["step"] for line in lines if "loss" in line or "seconds" in line}
+        if missing := [step for step in range(1, done + 1) if step not in steps]:
+            first = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else f"{missing[0]}"
+            warn_once(
+                f"{file} is shorter than the checkpoint after iteration {done}: it lacks {len(missing)} of "
+                f"its lines (iterations {first}). The run goes on from the checkpoint with the same numbers; "
+                "those lines will be missing in plots and reports, unless you put them back from a copy"
+            )
+        return
+    evidence = next((f"line {n}" for n, line in enumerate(lines, 1) if "seconds_checkpoint" in line), None)
+    if evidence is not None or (out / FINISHED).is_file():
+        raise ValueError(
+            f"{out} had checkpoints ({file if evidence else out / FINISHED} says so"
+            f"{f', {evidence}' if evidence else ''}), and there is none in {out / 'checkpoints'}: the run "
+            "would start again at iteration 0. Put the folder checkpoints and the file latest back from a "
+            "copy, or start a new run in another out=FOLDER. Nothing was changed"
+        )
 
 
 def restart_note(out: Path) -> str:
@@ -70,7 +107,9 @@ def mark_finished(out: Path, iterations: int) -> None:
 def is_finished(settings: Settings) -> bool:
     """Whether the run of these settings is complete, including the images and scores after its end."""
     path = Path(settings.out).expanduser() / FINISHED
-    return path.is_file() and path.read_text(encoding="utf-8").strip() == str(settings.iterations)
+    return path.is_file() and path.read_text(encoding="utf-8", errors="replace").strip() == str(
+        settings.iterations
+    )
 
 
 def describe_run(

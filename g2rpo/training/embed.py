@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from g2rpo.config.settings import Settings
+from g2rpo.costs.disk import check_disk
 from g2rpo.data.embeddings import SHARDS, EmbeddingCache, Encoder
 from g2rpo.data.prompts import ReadReport, read_prompts
 from g2rpo.models.family import TextEncoders, Truncation
@@ -127,7 +128,12 @@ class EmbeddingInterrupted(Exception):
 
 
 def embed_missing(
-    settings: Settings, texts: Sequence[str], device: torch.device, policy: Encoder | None = None
+    settings: Settings,
+    texts: Sequence[str],
+    device: torch.device,
+    policy: Encoder | None = None,
+    *,
+    check: bool = True,
 ) -> None:
     """Embeds a run's prompts that are not in the cache; the first step of `train`.
 
@@ -138,8 +144,10 @@ def embed_missing(
         device: device of the text encoders.
         policy: a policy that was not loaded by its name, which encodes; None: the model's text encoders are
             loaded for it, and freed.
+        check: compare the disk space that the run needs with the embeddings with the free space first.
 
     Raises:
+        DiskFull: the run and its embeddings do not fit on the disk; nothing was encoded.
         EmbeddingInterrupted: a signal reached any of the processes; raised on all of them.
         ValueError: an error of `embed_run`.
     """
@@ -149,7 +157,10 @@ def embed_missing(
         policy = loaded = text_encoders(settings, device)
     cache = EmbeddingCache(settings.cache)
     filling = _Filling(cache, policy, texts[rank() :: world_size()], console)
-    if missing := len(cache.missing(policy, texts)):
+    missing = len(cache.missing(policy, texts))
+    if check and any_process(missing > 0):
+        check_disk(settings, missing)
+    if missing:
         _printer(console)(f"embedding {missing} prompts")
     with interruptible() as interrupt:
         try:
@@ -177,7 +188,7 @@ class _Filling:
         self, cache: EmbeddingCache, encoders: Encoder, prompts: Sequence[str], console: Console
     ) -> None:
         self._cache, self._encoders, self._console = cache, encoders, console
-        self.missing, self.added = cache.missing(encoders, prompts), 0
+        self.missing, self.added = cache.missing(encoders, prompts, verify=True), 0
 
     def run(self) -> None:
         with show_progress(len(self.missing), "prompts", "embedding", self._console) as progress:

@@ -25,6 +25,7 @@ import torch
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.config.checks import check_files, check_tails
 from g2rpo.config.settings import Settings
+from g2rpo.costs.disk import check_disk, export_note
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.evaluation.before_after import Change
@@ -44,7 +45,7 @@ from g2rpo.rollouts.score import Rollout, score
 from g2rpo.run.best import is_best, mark_best, refresh_best
 from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
 from g2rpo.run.environment import record_start
-from g2rpo.run.folder import latest_checkpoint, read_state, repair_latest
+from g2rpo.run.folder import latest_checkpoint, load_newest, read_state, repair_latest
 from g2rpo.run.groups import append_groups, truncate_groups
 from g2rpo.run.lock import begin_run, exclusive
 from g2rpo.run.metrics import MetricsWriter, read_metrics
@@ -72,6 +73,7 @@ from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
 from g2rpo.training.run_prompts import RunPrompts
+from g2rpo.training.side_files import rebuild_untrained
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
 
@@ -97,6 +99,11 @@ def train(settings: Settings) -> Run:
 
 def _absolute_folders(settings: Settings) -> dict[str, str]:
     return {name: str(Path(getattr(settings, name)).expanduser().absolute()) for name in ("out", "cache")}
+
+
+def _use_deterministic_algorithms() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
+    torch.use_deterministic_algorithms(True)
 
 
 class Trainer:
@@ -149,22 +156,24 @@ class Trainer:
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
-        if kept.get("iteration", 0) > 0:
-            self.comparison = self.comparison.resumed(self.out)
+        step = kept.get("iteration", 0)
+        self.comparison = self.comparison.resumed(self.out) if step else self.comparison
         self.prompt_report = "; ".join(filter(None, (str(prompts.report), self.comparison.note)))
 
         if settings.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
-            torch.use_deterministic_algorithms(True)
+            _use_deterministic_algorithms()
         options = settings.policy_options()
         if policy is None:
             check_policy(settings.model, options, mesh=mesh, family=settings.family)
+        # Objects in their place have no closed formulas: for them `_run` checks when the weights are known.
+        self.sizes_known = policy is None and algorithm is None
+        check_disk(settings, needed=self.sizes_known and step < settings.iterations)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         self.rewards: dict[str, CheckedReward] = run_together(
             lambda: components.load_rewards(settings, device)
         )
         # Before the policy: on a small GPU both do not fit.
-        embed_missing(settings, prompts.texts, device, policy)
+        embed_missing(settings, prompts.texts, device, policy, check=self.sizes_known)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
         given_policy = policy is not None
         if policy is None:
@@ -180,8 +189,7 @@ class Trainer:
         self._check_weights(given_policy, kept.get("initial"))
         self.optimizer = make_optimizer(self.parameters.values(), settings)
         self._copy_initial_weights()
-        self.step = 0
-        self.mid_update = False  # then the weights are not those of `step` iterations
+        self.step, self.mid_update = 0, False  # mid_update: the weights are not those of `step` iterations
         # Of the checkpoint before; the next line of metrics tells it.
         self.checkpoint_seconds: dict[str, float] = {}
         self.evaluator = Evaluator(
@@ -239,10 +247,12 @@ class Trainer:
 
     def _run(self) -> Run:
         settings = self.settings
+        rebuilt = self._rebuild_side_files()
         self._restore()
         last = min(settings.iterations, settings.stop_after or settings.iterations)
         check_checkpoint_space(self.out, self.parameters, self._copies(), last - self.step)
-        notes = ["" if self.checkpoint else restart_note(self.out)]
+        notes = [*rebuilt, "" if self.checkpoint else restart_note(self.out)]
+        notes += [export_note(settings)] if self.sizes_known else []
         begin_run(self.out, self.recorded_settings)
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
@@ -272,6 +282,16 @@ class Trainer:
                 mark_finished(self.out, self.step)
         return Run(self.out, self.step, finished, False, changes)
 
+    def _rebuild_side_files(self) -> list[str]:
+        """Writes damaged records of the untrained model again; returns notes that name them.
+
+        Must precede `_restore`: the policy still has the weights with which the run began. Evaluations have
+        seeds of their own, and the checkpoint brings the state of the random generators.
+        """
+        return rebuild_untrained(
+            self.out, self.checkpoint, self.comparison, self.evaluation_plan, self.evaluator
+        )
+
     def _restore(self) -> None:
         """Loads the checkpoint of a resumed run; seeds the random generators of a new one."""
         if self.checkpoint is None:
@@ -279,7 +299,11 @@ class Trainer:
             return
         state = {"module": root_module(self.policy), "optimizer": self.optimizer, "focus": self.curriculum}
         state |= self._copies()
-        self.step = load_checkpoint(self.checkpoint, state)["iteration"]  # with its generators
+        loaded = load_newest(self.out, lambda path: load_checkpoint(path, state))  # with its generators
+        if loaded is None:
+            raise ValueError(f"{self.checkpoint} was removed while the run was starting")
+        self.checkpoint, values = loaded
+        self.step = values["iteration"]
 
     def _copies(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of the trained weights that a checkpoint stores, by their name in it."""

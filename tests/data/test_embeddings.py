@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from support.policies import load
 from support.random_flux import save_random_flux
@@ -79,12 +80,54 @@ def test_half_written_shards_do_not_count(policy, tmp_path):
         assert again.missing(policy, PROMPTS[:1]) == PROMPTS[:1] and again.held(policy)[1:] == (0, 0)
 
 
-def test_a_damaged_shard_is_named(policy, tmp_path):
-    EmbeddingCache(tmp_path).fill(policy, PROMPTS[:1])
-    shard = next(tmp_path.rglob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:40])
-    with pytest.raises(ValueError, match=f"damaged embeddings .*{shard.name}"):
-        EmbeddingCache(tmp_path).get(policy, PROMPTS[:1])
+@pytest.mark.parametrize("damage", ["cut off", "empty", "a bit in the header", "a bit in the tensors"])
+def test_a_damaged_shard_is_named_set_aside_and_written_again(damage, tmp_path, caplog):
+    prompts = ["three short words", "two words"]
+    EmbeddingCache(tmp_path).fill(Words(), prompts)
+    (shard,) = tmp_path.rglob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    position = {"a bit in the header": 2, "a bit in the tensors": len(content) - 2}.get(damage)
+    if position is not None:
+        content[position] ^= 16
+    kept = {"cut off": 40, "empty": 0}.get(damage, len(content))
+    shard.write_bytes(content[:kept])
+    words = Words()
+    assert EmbeddingCache(tmp_path).missing(words, prompts, verify=True) == prompts
+    assert f"damaged embeddings {shard}" in caplog.text and "encoded again" in caplog.text
+    again = EmbeddingCache(tmp_path).get(words, prompts)
+    assert words.encoded == prompts and torch.equal(
+        again.tensors["text"], words.encode(prompts).tensors["text"]
+    )
+    assert shard.with_name(f"{shard.name}.damaged").is_file()
+    assert not EmbeddingCache(tmp_path).missing(words, prompts, verify=True)
+
+
+def test_damage_after_the_start_is_found_when_the_row_is_read(tmp_path):
+    words, cache = Words(), EmbeddingCache(tmp_path)
+    cache.fill(words, ["three short words", "two words"])
+    assert not cache.missing(words, ["two words"], verify=True)
+    (shard,) = tmp_path.rglob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-2] ^= 16
+    shard.write_bytes(content)
+    expected = Words().encode(["three short words", "two words"])
+    assert torch.equal(
+        cache.get(words, ["three short words", "two words"]).tensors["text"], expected.tensors["text"]
+    )
+
+
+def test_shards_without_checksums_are_read(tmp_path):
+    from safetensors.torch import save_file
+
+    words = Words()
+    EmbeddingCache(tmp_path).fill(words, ["two words"])
+    (shard,) = tmp_path.rglob("*.safetensors")
+    with safe_open(shard, framework="pt") as file:
+        keys = file.metadata()["keys"]
+    save_file(load_file(shard), shard, metadata={"keys": keys})  # as earlier versions wrote it
+    again = Words()
+    EmbeddingCache(tmp_path).get(again, ["two words"])
+    assert again.encoded == []
 
 
 def test_a_changed_encoder_is_noticed(policy, folder, tmp_path):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.before_after import OWN, UNSEEN, Comparison
-from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator, ImageSet
+from g2rpo.evaluation.monitor import EvaluationPlan, Evaluator, ImageSet, first_evaluation_problem
 from g2rpo.rewards.registry import CheckedReward
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.runtime.progress import RunProgress
@@ -121,10 +121,25 @@ def test_records_of_before_options_were_kept_still_have_gains(tmp_path):
     painter().evaluate(one, tmp_path, 0)
     path = tmp_path / "evaluations" / "step_000000.json"
     kept = json.loads(path.read_text())
-    del kept["options"]
+    del kept["options"], kept["crc32"]  # earlier records have neither
     path.write_text(json.dumps(kept))
     judge = CheckedReward("brightness", brightness, {"prompt": "p"})
     assert painter(brightness=judge).evaluate(one, tmp_path, 5)["eval_gain/brightness"] == 0
+
+
+def test_a_damaged_record_of_the_start_is_named_and_gives_no_wrong_gain(tmp_path, caplog):
+    one = ImageSet.of("evaluation", OTHER)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/brightness": 0.5}\n')
+    assert "step_000000.json is missing" in first_evaluation_problem(tmp_path)
+    painter().evaluate(one, tmp_path, 0)
+    assert first_evaluation_problem(tmp_path) == ""
+    path = tmp_path / "evaluations" / "step_000000.json"
+    text = path.read_text()
+    for damaged in (text.replace("0.", "1.", 1), text[:-9], ""):
+        path.write_text(damaged)
+        assert "step_000000.json is damaged" in first_evaluation_problem(tmp_path)
+        assert "eval_gain/brightness" not in painter().evaluate(one, tmp_path, 5)
+        assert "step_000000.json is damaged" in caplog.text
 
 
 def test_what_an_interrupt_cut_off_is_made_up_for(tmp_path):

@@ -1,12 +1,18 @@
 import io
 import json
 import math
+import subprocess
+import sys
 
 import pytest
+import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from g2rpo.config.load import load_settings
+from g2rpo.run.checkpoint import save_checkpoint
 from g2rpo.run.metrics import MetricsWriter, read_metrics
+from g2rpo.run.run import check_metrics, checkpoint_to_resume
 from g2rpo.runtime.progress import RunProgress, format_seconds
 
 
@@ -138,3 +144,69 @@ def test_times():
         "1 h 00 min",
         "2 h 07 min",
     ]
+
+
+def test_a_line_is_written_completely_or_not_at_all(tmp_path):
+    """With a limit for the size of files as the full disk; in a child, because the limit stays."""
+    path = tmp_path / "metrics.jsonl"
+    code = f"""
+import resource
+from pathlib import Path
+from g2rpo.run.metrics import MetricsWriter
+from g2rpo.runtime.files import DiskFull
+writer = MetricsWriter({str(tmp_path)!r}, tensorboard=False)
+writer.write({{"step": 1, "loss": 0.5}})
+size = Path({str(path)!r}).stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+try:
+    writer.write({{"step": 2, "loss": 0.25}})
+except DiskFull as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert str(path) in done.stdout and "bytes are free" in done.stdout, done
+    assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
+def test_metrics_that_are_shorter_than_the_checkpoint_are_reported(tmp_path, caplog):
+    path = save_checkpoint(tmp_path, 4, {"module": torch.nn.Linear(1, 1)})
+    lines = [{"step": step, "seconds": 1.0} for step in (1, 2, 3, 4)]
+    metrics = tmp_path / "metrics.jsonl"
+
+    def check(kept):
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        check_metrics(tmp_path, path)
+
+    check(lines)
+    assert not caplog.records
+    check(lines[:2])
+    assert "lacks 2 of its lines (iterations 3 to 4)" in caplog.text and str(metrics) in caplog.text
+    check([lines[0], {"step": 2, "eval/x": 1.0}, *lines[2:]])
+    assert "lacks 1 of its lines (iterations 2)" in caplog.text
+    metrics.write_text('{"step": 1, "loss"\x00: 1}\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: not a line of metrics"):
+        check_metrics(tmp_path, path)
+    metrics.unlink()
+    check_metrics(tmp_path, path)
+    assert "lacks 4 of its lines (iterations 1 to 4)" in caplog.text
+
+
+def test_empty_settings_of_a_run_are_damage(tmp_path):
+    (tmp_path / "config.toml").write_text("\n")
+    with pytest.raises(ValueError, match=r"config\.toml is damaged: it is empty"):
+        checkpoint_to_resume(load_settings("tiny", [f"out={tmp_path}"]))
+
+
+def test_a_run_whose_checkpoints_are_lost_is_not_begun_again(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 1}\n')
+    check_metrics(tmp_path, None)  # stopped before its first checkpoint
+    metrics.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 1, "seconds_checkpoint": 0.5}\n')
+    with pytest.raises(
+        ValueError, match=r"metrics\.jsonl says so, line 2.*copy.*another out=FOLDER.*Nothing"
+    ):
+        check_metrics(tmp_path, None)
+    metrics.unlink()
+    (tmp_path / "finished").write_text("2\n")
+    with pytest.raises(ValueError, match="had checkpoints"):
+        check_metrics(tmp_path, None)
