@@ -7,6 +7,7 @@ import os
 import pwd
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class Program(typer.Typer):
         if not args and "args" not in kwargs:
             _use_utf8()
         guard_standard_streams(os.environ.pop(_TERMINAL, None))
-        _find_a_home()
+        find_a_home()
+        find_writable_caches()
         refuse_invalid_bytes(sys.argv[1:])
         with command_signals() as stop:
             try:
@@ -55,7 +57,7 @@ def _use_utf8() -> None:
     os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
-def _find_a_home() -> None:
+def find_a_home() -> None:
     """Gives a process without a home a temporary one, for the caches of the packages that g2rpo uses.
 
     In a container a user may have no entry in the password file and no HOME, and the packages would then
@@ -66,16 +68,38 @@ def _find_a_home() -> None:
         home = home or pwd.getpwuid(os.getuid()).pw_dir
         os.environ["HOME"] = home
     except KeyError:
-        # Private, and the same in each process of a run.
-        folder = Path(tempfile.gettempdir()) / f"g2rpo-home-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            folder = Path(tempfile.mkdtemp(prefix="g2rpo-home-"))
-        os.environ["HOME"] = str(folder)
+        os.environ["HOME"] = str(_private_folder())
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
         os.environ.setdefault("USER", str(os.getuid()))  # getpass.getuser, for the name of a cache folder
+
+
+def find_writable_caches() -> None:
+    """Moves the caches of compiled code to a temporary folder where they are set to one that is read-only.
+
+    Otherwise the first compiled kernel would fail, after the model is loaded. Hugging Face's packages can read
+    from a read-only cache, and matplotlib moves its own.
+    """
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        if not (given := os.environ.get(name)):
+            continue
+        folder = Path(given).absolute()
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            os.environ[name] = str(_private_folder() / name.lower())
+            if os.environ.get("RANK", "").strip() in ("", "0"):
+                print(f"note: {name}={given} is not writable; using {os.environ[name]}", file=sys.stderr)
+
+
+def _private_folder() -> Path:
+    """A folder for temporary files that is the user's own, and the same for each process of a run."""
+    folder = Path(tempfile.gettempdir()) / f"g2rpo-home-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
+        folder = Path(tempfile.mkdtemp(prefix="g2rpo-home-"))
+    return folder
 
 
 def refuse_invalid_bytes(words: list[str]) -> None:
