@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from g2rpo.cli.streams import guard_standard_streams, invalid_bytes, nearest
-from g2rpo.runtime.stop_signals import command_signals, ignore_stop_signals
+from g2rpo.runtime.stop_signals import command_signals
 
 _TERMINAL = "G2RPO_TERMINAL_ENCODING"  # set for the process that `_use_utf8` starts
 
@@ -30,12 +30,10 @@ class Program(typer.Typer):
         find_a_home()
         find_writable_caches()
         refuse_invalid_bytes(sys.argv[1:])
-        with command_signals() as stop:
+        with command_signals(process_ends=True):
             try:
                 return super().__call__(*args, **kwargs)
             finally:
-                if stop.cause:
-                    ignore_stop_signals()
                 sys.stdout.flush()
 
 
@@ -78,8 +76,8 @@ def find_a_home() -> None:
 def find_writable_caches() -> None:
     """Moves the caches of compiled code to a temporary folder where they are set to one that is read-only.
 
-    Otherwise the first compiled kernel would fail, after the model is loaded. Hugging Face's packages can read
-    from a read-only cache, and matplotlib moves its own.
+    Otherwise the first compiled kernel would fail, after the model is loaded. Hugging Face's packages can
+    read from a read-only cache, and matplotlib moves its own.
     """
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not (given := os.environ.get(name)):

@@ -161,7 +161,7 @@ def _train(values: dict[str, Any], log: Path, slot: int, at_once: int) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // at_once))
     try:
-        with command_signals():
+        with command_signals(process_ends=True):
             run = train(Settings.model_validate(values))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

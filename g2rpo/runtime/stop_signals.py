@@ -153,11 +153,15 @@ _command: CommandStop | None = None
 
 
 @contextmanager
-def command_signals() -> Iterator[CommandStop]:
+def command_signals(*, process_ends: bool = False) -> Iterator[CommandStop]:
     """Lets every stop signal raise KeyboardInterrupt within the block, once; only the main thread can.
 
     Within `interruptible` that one's rule applies. What follows a request, there or here, is a copy of it and
     is ignored until the block ends. Nested blocks are one.
+
+    Args:
+        process_ends: the process ends after the block, so that what follows a request stays ignored. Python
+            handlers no longer run while the interpreter exits, and a copy would change the exit code.
     """
     global _command
     if _command is not None or threading.current_thread() is not threading.main_thread():
@@ -168,7 +172,7 @@ def command_signals() -> Iterator[CommandStop]:
     try:
         yield stop
     finally:
-        restore(before)
+        restore(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN) if process_ends and stop.cause else before)
         _command = None
 
 
@@ -176,12 +180,3 @@ def answered(request: StopRequest) -> None:
     """Tells the running command that `request` has ended a piece of its work: what follows are copies."""
     if _command is not None and request.made:
         _command.cause = request.cause
-
-
-def ignore_stop_signals() -> None:
-    """Ignores the stop signals for the rest of the process, so that a copy does not change its exit code.
-
-    Python handlers no longer run while the interpreter exits, and the default is to end the process.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -65,7 +65,11 @@ def stopped_run(number: int, moment: str, *words: str) -> None:
 
     if moment == "iteration 2":
         trainer.exclusive = Leaving
-    app(list(words), prog_name="g2rpo")
+    try:
+        app(list(words), prog_name="g2rpo")
+    finally:
+        if moment != "never":
+            os.kill(os.getpid(), number)  # as the interpreter exits
 
 
 @pytest.fixture(scope="module")

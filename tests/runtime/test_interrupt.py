@@ -122,6 +122,9 @@ def test_a_command_is_stopped_outside_of_its_work_as_well_but_once(number, defau
             signal.raise_signal(copy)
     assert interrupt.requested and stop.cause == number.name
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with command_signals(process_ends=True), interruptible() as interrupt, interrupt.deferred():
+        signal.raise_signal(number)
+    assert {signal.getsignal(copy) for copy in STOP_SIGNALS} == {signal.SIG_IGN}
 
 
 def test_a_request_of_another_thread_has_its_own_cause(default_handlers, capfd):

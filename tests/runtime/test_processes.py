@@ -94,7 +94,7 @@ def test_variables_that_agree_are_accepted(monkeypatch):
 
 
 def test_processes_that_do_not_meet_are_one_message(monkeypatch, caplog):
-    """A port that another program uses, and peers that never come: left over in a shell from an earlier run."""
+    """A port that another program uses, and peers that never come: variables of an earlier run."""
     monkeypatch.setattr(processes, "WAITING_SECONDS", 0.2)
     init = dist.init_process_group
     brief = {"timeout": timedelta(seconds=1)}
