@@ -2,8 +2,8 @@
 
 A command parses its arguments, calls a function of the package and prints where the result is. A ValueError
 raised anywhere below is something that the user can correct: its message is printed, and the exit code is 2.
-All other exceptions propagate. Heavy imports are inside the commands, so that `--help` and a misspelt option
-answer before torch is loaded.
+A stop signal ends a command with exit code 130. All other exceptions propagate. Heavy imports are inside the
+commands, so that `--help` and a misspelt option answer before torch is loaded.
 """
 
 from typing import Annotated
@@ -20,12 +20,13 @@ from g2rpo.cli.export import export
 from g2rpo.cli.fetch import fetch
 from g2rpo.cli.gallery import gallery
 from g2rpo.cli.plan import plan
+from g2rpo.cli.process import Program
 from g2rpo.cli.report import report
 from g2rpo.cli.sample import sample
 from g2rpo.cli.score import score
 from g2rpo.cli.train import train
 
-app = typer.Typer(
+app = Program(
     cls=Commands,
     add_completion=False,
     no_args_is_help=True,

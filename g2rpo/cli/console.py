@@ -14,10 +14,11 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from g2rpo.runtime.files import disk_errors, release_output
+from g2rpo.runtime.stop_signals import NO_READER, command_signals
 
 
 class Commands(TyperGroup):
-    """Prints the message of a ValueError in red on stderr and exits with code 2.
+    """Prints the message of a ValueError in red on stderr and exits with code 2; with 130 at a stop signal.
 
     `g2rpo --traceback COMMAND` shows the traceback instead.
     """
@@ -25,15 +26,39 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             # A file on a full disk that no part of the package wrote itself, such as standard output.
-            with disk_errors():
+            with command_signals() as stop, disk_errors():
                 return super().invoke(ctx)
         except ValueError as error:
             if ctx.params["traceback"]:
                 raise
             release_output()
-            console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
-            console.print(f"error: {error}", style="red")
+            _print_error(f"error: {_in_words(error)}")
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            # Like other programs, `g2rpo plan | head` ends without a word.
+            if stop.cause != NO_READER:
+                _print_error(f"stopped by {stop.cause or 'SIGINT'}; run the same command again")
+            raise typer.Exit(INTERRUPTED) from error
+
+
+INTERRUPTED = 130
+"""Exit code of a command that a stop signal ended."""
+
+
+def _print_error(text: str) -> None:
+    console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
+    console.print(text, style="red")
+
+
+def _in_words(error: ValueError) -> str:
+    """The message of an error; that of a codec, which says nothing to a user, is explained."""
+    if not isinstance(error, UnicodeEncodeError):
+        return str(error)
+    character = error.object[error.start : error.start + 1]
+    return (
+        f"{error.object!a} contains {character!a}, which {error.encoding} cannot encode; remove the "
+        "character, or use a locale with UTF-8 (export LC_ALL=C.UTF-8)"
+    )
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:

@@ -6,6 +6,7 @@ process is passed on, and every run leaves a checkpoint. If this process is kill
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.config.load import Settings
-from g2rpo.runtime.interrupt import STOP_SIGNALS, interruptible
+from g2rpo.runtime.interrupt import interruptible
+from g2rpo.runtime.stop_signals import STOP_SIGNALS, command_signals
 
 INTERRUPTED = 130
 
@@ -118,16 +120,17 @@ def _start_server() -> None:
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Sends each process SIGTERM, and again at every further signal, until all have ended."""
+    """Sends each process SIGTERM and waits until all have ended; after a second request it kills them."""
+    number = signal.SIGTERM
     while any(process.exitcode is None for process in processes):
         for process in processes:
             if process.exitcode is None and process.pid is not None:
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, number)
         try:
             for process in processes:
                 process.join()
         except KeyboardInterrupt:
-            continue
+            number = signal.SIGKILL  # the checkpoints that they have written remain
 
 
 def _reason(code: int, log: Path) -> str:
@@ -144,7 +147,9 @@ def _train(values: dict[str, Any], log: Path, slot: int, at_once: int) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(file, number)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that the log can be followed
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # the log is UTF-8 in any locale, and can be followed
+            stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     import torch
 
@@ -156,7 +161,10 @@ def _train(values: dict[str, Any], log: Path, slot: int, at_once: int) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // at_once))
     try:
-        run = train(Settings.model_validate(values))
+        with command_signals(process_ends=True):
+            run = train(Settings.model_validate(values))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,82 +1,51 @@
-"""Handlers for SIGINT and SIGTERM that let a run stop at any moment without losing an update."""
+"""Stop requests (see stop_signals) that let a run stop at any moment without losing an update."""
 
 from __future__ import annotations
 
-import atexit
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from g2rpo.runtime import stop_signals
 from g2rpo.runtime.processes import StopTogether, any_process, raise_together, world_size
 
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], Any] | int | None
-
-# Signals within this interval count as one request: `timeout` signals a process and its group, and a batch
-# system signals all processes of a job, some of which forward the signal.
-SAME_REQUEST_SECONDS = 3.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """State of a stop request (SIGINT or SIGTERM), raised as KeyboardInterrupt when it is safe to stop.
+    """State of a stop request, raised as KeyboardInterrupt when it is safe to stop.
 
     A request raises immediately, or, within `deferred`, is only recorded. With several processes no process
     may leave a collective operation alone, so requests are deferred everywhere (`waits`) except in work
-    without communication (`together`). A second request always raises immediately.
+    without communication (`together`). A second request always raises immediately; copies of the first one
+    never do (`stop_signals` has the rule).
 
     Attributes:
         requested: a stop signal reached this process; peers learn of it from `together` or `any_process`.
-        requested_again: a second stop signal reached this process, so the processes may be out of step and
-            must not communicate any more.
+        requested_again: a second request reached this process, so the processes may be out of step and must
+            not communicate any more.
+        request: the signals of this process.
     """
 
     def __init__(self, waits: bool = False) -> None:
         """With `waits`, requests are deferred everywhere but in `together`."""
         self.requested = self.requested_again = False
+        self.request = stop_signals.StopRequest()
         self._waits = waits
-        self._since: float | None = None  # time of the last request to this process
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Records the request of a signal; `interruptible` installs this as the handler.
+        """Records a signal; `interruptible` installs this as the handler.
 
         Raises:
-            KeyboardInterrupt: unless the request is deferred or repeats the last one.
+            KeyboardInterrupt: unless the request is deferred, or the signal is a copy of it.
         """
-        if self._same_request():
+        if not self.request.add(number):
             return
-        self.requested, self.requested_again, self._since = True, self._since is not None, time.monotonic()
+        self.requested, self.requested_again = True, self.request.made_again
         if not self._waits or self.requested_again:
             raise KeyboardInterrupt
-
-    def _same_request(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since < SAME_REQUEST_SECONDS
-
-    def handler_afterwards(self, before: Handler) -> Handler:
-        """Returns the handler to install when the run has ended.
-
-        It ignores repeats of the request that ended the run and passes later signals to `before`.
-        """
-        if self._since is None:
-            return before
-        atexit.register(self._ignore_repeats)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if not self._same_request():
-                signal.signal(number, before)
-                signal.raise_signal(number)
-
-        return handle
-
-    def _ignore_repeats(self) -> None:
-        """Ignores signals at interpreter exit, where Python handlers no longer run and the default kills."""
-        if self._same_request():
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
 
     def deferred(self) -> AbstractContextManager[None]:
         """Defers requests within the block: they are recorded in `requested` and do not raise."""
@@ -142,7 +111,7 @@ def undisturbed(manager: AbstractContextManager[object]) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Installs handlers for SIGINT and SIGTERM for the block; only the main thread can.
+    """Installs handlers for the stop signals for the block; only the main thread can.
 
     In another thread the signals keep their handlers, and the yielded Interrupt never receives a request.
     """
@@ -150,11 +119,11 @@ def interruptible() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = {number: signal.signal(number, interrupt.handle) for number in STOP_SIGNALS}
+    before = stop_signals.install(interrupt.handle)
     _active.append(interrupt)
     try:
         yield interrupt
     finally:
         _active.remove(interrupt)
-        for number, handler in before.items():
-            signal.signal(number, interrupt.handler_afterwards(handler))
+        stop_signals.answered(interrupt.request)
+        stop_signals.restore(before)

@@ -7,7 +7,10 @@ The groups of an iteration are divided evenly among the processes; each group li
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +18,10 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+LOG = logging.getLogger(__name__)
+
+WAITING_SECONDS = 30.0
+"""Time after which a process says that it waits for the others to start."""
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What each of several processes needs besides WORLD_SIZE."""
@@ -42,28 +49,95 @@ def is_first_process() -> bool:
     return environment_number("RANK", 0) == 0
 
 
+def check_environment() -> None:
+    """Checks torchrun's environment variables against each other, without waiting for another process.
+
+    Raises:
+        ValueError: one is missing, is no number, or contradicts another.
+    """
+    size = environment_number("WORLD_SIZE", 1)
+    numbers = {name: environment_number(name, 0) for name in ("RANK", "LOCAL_RANK")}
+    local_size = environment_number("LOCAL_WORLD_SIZE", 0)
+    if size > 1 and (missing := [n for n in TORCHRUN_VARIABLES if not os.environ.get(n, "").strip()]):
+        raise ValueError(
+            f"WORLD_SIZE={size} says that this is one of several processes, but {', '.join(missing)} is not "
+            f"set; {_START}"
+        )
+    given = " ".join(
+        f"{name}={os.environ[name]}" for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if os.environ.get(name)
+    )
+    for name, number in numbers.items():
+        if number >= max(size, 1):
+            all_of = f"WORLD_SIZE={size}" if os.environ.get("WORLD_SIZE", "").strip() else "no WORLD_SIZE"
+            raise ValueError(
+                f"{given}: with {all_of} the processes have the numbers 0 to {max(size, 1) - 1}, so {name} "
+                f"cannot be {number}; {_START}"
+            )
+    if size <= 1:
+        return
+    if numbers["LOCAL_RANK"] > numbers["RANK"]:
+        raise ValueError(f"{given}: LOCAL_RANK, counted on this host, cannot be above RANK; {_START}")
+    if local_size and not numbers["LOCAL_RANK"] < local_size <= size:
+        raise ValueError(
+            f"{given} LOCAL_WORLD_SIZE={local_size}: the number of processes on this host is above "
+            f"LOCAL_RANK and at most WORLD_SIZE; {_START}"
+        )
+    _check_meeting_point()
+
+
+_START = "start them with torchrun, or unset WORLD_SIZE, RANK and LOCAL_RANK for a run of one"
+
+
+def _check_meeting_point() -> None:
+    address, port = os.environ["MASTER_ADDR"].strip(), environment_number("MASTER_PORT", 0)
+    if not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT={port} is not a port, 1 to 65535; {_START}")
+    try:
+        socket.getaddrinfo(address, port)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"MASTER_ADDR={address} is not the name of a reachable host: {error}; {_START}"
+        ) from error
+
+
 def start_processes(device: torch.device) -> None:
     """Joins the process group that torchrun started; does nothing in a run of one process.
 
     Objects and CPU tensors are communicated by gloo, GPU tensors by NCCL.
 
     Raises:
-        ValueError: several processes, but a variable that torchrun sets for them is missing.
+        ValueError: torchrun's variables are incomplete or contradict each other, this host has too few GPUs
+            for its processes, or the processes do not find each other.
     """
+    check_environment()
     if environment_number("WORLD_SIZE", 1) <= 1 or dist.is_initialized():
         return
-    if missing := [name for name in TORCHRUN_VARIABLES if not os.environ.get(name, "").strip()]:
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this is one of several processes, but "
-            f"{', '.join(missing)} is not set; start them with torchrun, or unset WORLD_SIZE for a run of one"
-        )
+    local_rank = environment_number("LOCAL_RANK", 0)
     if device.type == "cuda":
-        torch.cuda.set_device(environment_number("LOCAL_RANK", 0))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device())
-        )
-    else:
-        dist.init_process_group("gloo")
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise ValueError(
+                f"LOCAL_RANK={local_rank}, but torch finds {count} GPU(s) on this host, one per process; "
+                f"start at most {count} processes here, or use device=cpu"
+            )
+        torch.cuda.set_device(local_rank)
+    meeting = f"{os.environ['MASTER_ADDR'].strip()}:{os.environ['MASTER_PORT'].strip()}"
+    who = f"process {os.environ['RANK'].strip()} of {os.environ['WORLD_SIZE'].strip()}"
+    waiting = threading.Timer(
+        WAITING_SECONDS, LOG.warning, [f"{who} is still waiting for the others at {meeting}; {_START}"]
+    )
+    waiting.daemon = True
+    waiting.start()
+    try:
+        if device.type == "cuda":
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device())
+            )
+        else:
+            dist.init_process_group("gloo")
+    except (dist.DistError, RuntimeError) as error:
+        raise ValueError(f"{who} did not find the others at {meeting}: {error}; {_START}") from error
+    finally:
+        waiting.cancel()
 
 
 def end_processes() -> None:

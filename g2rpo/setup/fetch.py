@@ -279,6 +279,10 @@ def _checked_space(needed: int) -> str:
 
     cache = Path(constants.HF_HUB_CACHE).expanduser().absolute()
     nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if needed and not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{size_text(needed)} to fetch, but {nearest} is not writable; set HF_HOME to a folder that is"
+        )
     free = shutil.disk_usage(nearest).free
     if needed > free:
         raise ValueError(

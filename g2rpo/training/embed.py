@@ -24,6 +24,7 @@ from g2rpo.models.registry import load_text_encoders
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     any_process,
+    check_environment,
     environment_number,
     gathered,
     rank,
@@ -97,7 +98,8 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
     Raises:
         ValueError: prompts or a model that cannot be read, or too little space for the embeddings.
     """
-    number, processes = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
+    check_environment()
+    number, processes = environment_number("RANK", 0), max(1, environment_number("WORLD_SIZE", 1))
     console = Console(quiet=True) if number else console or Console()
     say = _printer(console)
     texts = RunPrompts.of(settings).texts

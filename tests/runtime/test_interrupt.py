@@ -1,9 +1,11 @@
 """Stop requests that are repeated, and second requests: nothing incomplete is ever saved."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import types
 from contextlib import contextmanager
 
@@ -16,59 +18,129 @@ import g2rpo
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.run.checkpoint import save_checkpoint
 from g2rpo.run.folder import latest_checkpoint
-from g2rpo.runtime import interrupt as interrupt_module
 from g2rpo.runtime.interrupt import interruptible, undisturbed
+from g2rpo.runtime.stop_signals import SPARE_COPIES, STOP_SIGNALS, command_signals, request_stop
 from g2rpo.training import trainer
 from g2rpo.training.ema import swapped_weights
 
+SECOND_REQUEST = [signal.SIGINT] * (SPARE_COPIES + 1)
+EVERY_SIGNAL = pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+
 
 @pytest.fixture
-def every_signal_counts(monkeypatch):
-    monkeypatch.setattr(interrupt_module, "SAME_REQUEST_SECONDS", 0.0)
+def default_handlers():
+    """Those of a fresh process, whatever started the tests."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_one_request_may_come_by_two_ways():
-    with interruptible() as interrupt:
-        with interrupt.deferred():
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
+@EVERY_SIGNAL
+def test_every_stop_signal_is_a_request(number, default_handlers, capfd):
     with pytest.raises(KeyboardInterrupt), interruptible():
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+    with interruptible() as interrupt, interrupt.deferred():
+        signal.raise_signal(number)
+        assert interrupt.requested
+    assert capfd.readouterr().err.count(f"{number.name}: stopping; finished work is kept.") == 2
 
 
-def test_nor_does_its_second_way_cut_off_what_the_first_began():
-    done = []
-    with interruptible():
+@pytest.mark.parametrize("number", STOP_SIGNALS[1:], ids=lambda number: number.name)
+def test_programs_may_repeat_their_signal_at_any_time(number, default_handlers):
+    with interruptible() as interrupt:
         try:
             signal.raise_signal(signal.SIGTERM)
-        except KeyboardInterrupt:
-            signal.raise_signal(signal.SIGTERM)
-            done.append("saved")
-    assert done == ["saved"]
+        except KeyboardInterrupt:  # noticed: the checkpoint is being written
+            for _ in range(50):
+                signal.raise_signal(number)
+        else:
+            raise AssertionError("not interrupted")
+    assert interrupt.requested and not interrupt.requested_again
 
 
-def test_a_second_request_ends_what_waits(every_signal_counts):
+@EVERY_SIGNAL
+def test_the_spare_copies_of_ctrl_c_are_answered_and_the_next_one_is_a_second_request(
+    number, default_handlers, capfd
+):
     with interruptible() as interrupt, interrupt.deferred():
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        for left in range(SPARE_COPIES, 0, -1):
+            said = capfd.readouterr().err
+            assert f"press Ctrl-C {left + 1} more times" in said
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupt.requested_again
+        assert "press Ctrl-C once more" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+    assert interrupt.requested_again
 
 
-def test_nor_what_comes_after_the_work():
-    """The rest of the process's life is spent on leaving: exit code 130 is not to become that of a kill."""
+def test_the_clock_plays_no_part(monkeypatch):
+    """Copies of a request that arrive a day apart, as on a process that was suspended in between."""
+    days = itertools.count(0.0, 86400.0)
+    for name in ("monotonic", "time", "perf_counter", "process_time"):
+        monkeypatch.setattr(f"time.{name}", lambda: next(days))
+    with interruptible() as interrupt, interrupt.deferred():
+        for _ in range(1 + SPARE_COPIES):
+            signal.raise_signal(signal.SIGINT)
+        assert not interrupt.requested_again
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], ids=lambda n: n.name)
+def test_what_the_caller_ignores_or_handles_stays_so(number, default_handlers):
+    """`nohup` ignores SIGHUP; submitit and others requeue a job at SIGUSR2."""
+    signal.signal(number, signal.SIG_IGN)
+    with interruptible() as interrupt:
+        signal.raise_signal(number)
+    arrived = []
+    signal.signal(number, lambda *given: arrived.append(given))
+    with command_signals(), interruptible():
+        signal.raise_signal(number)
+    assert arrived and not interrupt.requested
+
+
+def test_after_the_work_signals_are_the_callers_again(default_handlers):
     with interruptible() as interrupt, interrupt.deferred():
         signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [
+        signal.default_int_handler,
+        *[signal.SIG_DFL] * (len(STOP_SIGNALS) - 1),
+    ]
 
 
-def test_but_later_signals_are_the_callers_again(every_signal_counts):
+@EVERY_SIGNAL
+def test_a_command_is_stopped_outside_of_its_work_as_well_but_once(number, default_handlers):
+    with pytest.raises(KeyboardInterrupt), command_signals() as stop, command_signals():
+        signal.raise_signal(number)
+    assert stop.cause == number.name
+    with command_signals() as stop:
+        with interruptible() as interrupt, interrupt.deferred():
+            signal.raise_signal(number)
+        for copy in STOP_SIGNALS:  # while the command prints where the run is
+            signal.raise_signal(copy)
+    assert interrupt.requested and stop.cause == number.name
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with command_signals(process_ends=True), interruptible() as interrupt, interrupt.deferred():
+        signal.raise_signal(number)
+    assert {signal.getsignal(copy) for copy in STOP_SIGNALS} == {signal.SIG_IGN}
+
+
+def test_a_request_of_another_thread_has_its_own_cause(default_handlers, capfd):
     with interruptible() as interrupt, interrupt.deferred():
-        signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
+        thread = threading.Thread(target=request_stop, args=("full moon",))
+        thread.start()
+        thread.join()
+        wait_for(lambda: interrupt.requested, 10)
+    assert capfd.readouterr().err.startswith("full moon: stopping")
+
+
+def test_only_the_first_process_of_a_run_prints(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "1")
+    with interruptible() as interrupt, interrupt.deferred():
         signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert interrupt.requested and not capfd.readouterr().err
 
 
 class Signalled:
@@ -152,8 +224,7 @@ def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monke
     """In iteration 2, between its two optimizer steps, or while its checkpoint is written."""
     settings = {"iterations": 3, "update": "per_step", "checkpoint_every": 1 if moment == "checkpoint" else 9}
     uninterrupted = run("uninterrupted", **settings)
-    if way == "two requests":
-        monkeypatch.setattr(interrupt_module, "SAME_REQUEST_SECONDS", 0.0)
+    copies = SECOND_REQUEST if way == "two requests" else [signal.SIGTERM, signal.SIGINT]
     owner, name, nth = {
         "update": (torch.nn.utils, "clip_grad_norm_", 4),
         "checkpoint": (trainer, "save_checkpoint", 2),
@@ -163,8 +234,8 @@ def test_a_run_that_was_signalled_twice_goes_on_with_the_same_numbers(run, monke
     def signalled(*given, **options):
         calls.append(1)
         if len(calls) == nth:
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
+            for number in (signal.SIGTERM, *copies):
+                signal.raise_signal(number)
         return original(*given, **options)
 
     monkeypatch.setattr(owner, name, signalled)

@@ -1,11 +1,18 @@
 """The environment variables of torchrun: empty, wrong and incomplete ones; and who prints."""
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import command_as, run_command, run_processes
 from support.small_runs import SMALL
 
-from g2rpo.runtime.processes import environment_number, is_first_process, start_processes
+from g2rpo.config.load import load_settings
+from g2rpo.runtime import processes
+from g2rpo.runtime.processes import check_environment, environment_number, is_first_process, start_processes
+from g2rpo.training.embed import embed_run
 
 TINY = [
     f"{key}={value}"
@@ -40,6 +47,71 @@ def test_an_incomplete_environment_is_one_message(monkeypatch, missing):
         monkeypatch.setenv(name, "" if name == missing else value)
     with pytest.raises(ValueError, match=f"WORLD_SIZE=2 .* {missing} is not set; start them with torchrun"):
         start_processes(torch.device("cpu"))
+
+
+TWO = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"RANK": "2"}, "WORLD_SIZE=2 RANK=2 LOCAL_RANK=1: with WORLD_SIZE=2 .* 0 to 1, so RANK cannot be 2"),
+        ({"RANK": "0"}, "WORLD_SIZE=2 RANK=0 LOCAL_RANK=1: LOCAL_RANK, .* cannot be above RANK"),
+        ({"LOCAL_RANK": "5"}, "so LOCAL_RANK cannot be 5"),
+        ({"WORLD_SIZE": ""}, "with no WORLD_SIZE the processes have the numbers 0 to 0, so RANK cannot be 1"),
+        ({"WORLD_SIZE": "1"}, "with WORLD_SIZE=1 the processes have the numbers 0 to 0, so RANK cannot be 1"),
+        ({"WORLD_SIZE": "", "RANK": ""}, "LOCAL_RANK=1: with no WORLD_SIZE .* so LOCAL_RANK cannot be 1"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1: the number of processes on this host is above"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: .* at most WORLD_SIZE"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port, 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a whole number"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR=no.such.host.invalid is not the name of a"),
+        (
+            {"MASTER_ADDR": "a" * 70 + ".invalid"},
+            "MASTER_ADDR=a+.invalid is not the name of a reachable host",
+        ),
+        ({"RANK": "-1"}, "RANK='-1' is not a whole number"),
+    ],
+)
+def test_contradictory_variables_are_one_message(monkeypatch, changes, expected):
+    for name in (*TWO, "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, changes.get(name, TWO.get(name, "")))
+    with pytest.raises(ValueError, match=expected):
+        check_environment()
+    for call in (lambda: start_processes(torch.device("cpu")), lambda: embed_run(load_settings("tiny"))):
+        with pytest.raises(ValueError, match=expected):
+            call()
+
+
+def test_variables_that_agree_are_accepted(monkeypatch):
+    for name in (*TWO, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    check_environment()
+    for name, value in TWO.items():
+        monkeypatch.setenv(name, value)
+    check_environment()
+
+
+def test_processes_that_do_not_meet_are_one_message(monkeypatch, caplog):
+    """A port that another program uses, and peers that never come: variables of an earlier run."""
+    monkeypatch.setattr(processes, "WAITING_SECONDS", 0.2)
+    init = dist.init_process_group
+    brief = {"timeout": timedelta(seconds=1)}
+    monkeypatch.setattr(dist, "init_process_group", lambda *given: init(*given, **brief))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        for name, value in (TWO | {"RANK": "0", "LOCAL_RANK": "0"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(ValueError, match=r"process 0 of 2 did not find the others at 127.0.0.1:"):
+            start_processes(torch.device("cpu"))
+        port = other.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(ValueError, match=r"did not find the others .* unset WORLD_SIZE, RANK and LOCAL_RANK"):
+        start_processes(torch.device("cpu"))
+    assert "process 0 of 2 is still waiting for the others at 127.0.0.1:" in caplog.text
 
 
 @pytest.mark.parametrize("size", ["", "0", "1"])
