@@ -33,7 +33,7 @@ from g2rpo.evaluation.stats import Array, Difference, Mean, difference_over_prom
 from g2rpo.evaluation.tables import markdown
 from g2rpo.inference.sample import SampleRequest
 from g2rpo.rewards.checked import score_batch
-from g2rpo.rewards.exits import RewardExited
+from g2rpo.rewards.exits import RewardUnusable
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
 from g2rpo.runtime.files import write_atomic
@@ -139,10 +139,10 @@ def evaluate(
                     "continue"
                 )
                 return Evaluated(folder, {}, {}, {}, True)
-            except RewardExited as exited:
+            except RewardUnusable as exited:
                 if not evaluation.rows:
                     raise
-                raise RewardExited(
+                raise RewardUnusable(
                     f"{exited}. Finished images and scores are kept in {folder}; fix the reward"
                 ) from exited
         why = {name: error for name, reward in loaded.items() if (error := reward.last_error)}
@@ -237,7 +237,7 @@ class _Evaluation:
 
         Raises:
             KeyboardInterrupt: on all processes, after a signal to any; finished scores are kept.
-            RewardExited: on all processes, if it is raised on any; finished scores are kept.
+            RewardUnusable: on all processes, if it is raised on any; finished scores are kept.
         """
         todo = [
             missing
@@ -250,7 +250,7 @@ class _Evaluation:
         own_rows: dict[Key, Row] = {}
         try:
             interrupt.together(lambda: self._score(todo[rank() :: world_size()], rewards, device, own_rows))
-        except (KeyboardInterrupt, RewardExited):
+        except (KeyboardInterrupt, RewardUnusable):
             self._gather(own_rows, interrupt)
             raise
         self._gather(own_rows, interrupt)

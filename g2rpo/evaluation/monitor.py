@@ -104,7 +104,7 @@ class Evaluator:
         """Scores the images [N, 3, H, W] of a set: reward name -> [N], NaN for an image without a score.
 
         Raises:
-            RewardExited: on all processes, if it is raised on any.
+            RewardUnusable: on all processes, if it is raised on any.
         """
         own_scores = run_together(lambda: self._own_scores(image_set, images))
         return {

@@ -26,7 +26,7 @@ from g2rpo.config.recipe import parse_value
 from g2rpo.evaluation.matching import Item, Matched, match, pixels_by_size, size_of
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.rewards.checked import score_batch
-from g2rpo.rewards.exits import RewardExited, exits_reported
+from g2rpo.rewards.exits import RewardUnusable, exits_reported
 from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.interrupt import interruptible
@@ -128,11 +128,11 @@ def score(
                     "continue"
                 )
                 interrupted = True
-            except RewardExited as error:
+            except RewardUnusable as error:
                 if not table.rows:
                     raise
                 table.close(matched, complete=False)
-                raise RewardExited(
+                raise RewardUnusable(
                     f"{error}. {len(table.rows)} rows are kept in {table.csv}; fix the reward"
                 ) from error
     why = {name: reward.last_error for name, reward in loaded.items() if reward.last_error}

@@ -24,8 +24,16 @@ MAX_CODE_LENGTH = 200
 """Maximum number of characters of `sys.exit("text")` in an error message."""
 
 
-class RewardExited(StopTogether):
+class RewardUnusable(StopTogether):
+    """A reward would fail so at every call: the command stops on all processes, and keeps its work."""
+
+
+class RewardExited(RewardUnusable):
     """A reward's code ended the program; the message names the reward, module, function and line."""
+
+
+class WrongResult(RewardUnusable):
+    """A reward returned something other than one score per image."""
 
 
 @contextmanager
@@ -99,6 +107,13 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, CodeType, int]]:
 def _is_library(module: str) -> bool:
     root = module.partition(".")[0]
     return root in sys.stdlib_module_names or root in PARSERS
+
+
+def location_of(error: BaseException) -> str:
+    """Returns ` (module.function, line n)` of the innermost frame of a reward's own code, or ""."""
+    frames = [frame for frame in _frames(error.__traceback__) if frame[0] not in OWN_MODULES]
+    own = [frame for frame in frames if not _is_library(frame[0]) and not frame[0].startswith("torch.")]
+    return f" ({_location(*(own or frames)[-1])})" if frames else ""
 
 
 def _location(module: str, code: CodeType, line: int) -> str:

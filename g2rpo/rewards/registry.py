@@ -15,6 +15,7 @@ import torch
 
 from g2rpo.rewards.base import Media, Options, RewardSpec, is_groupwise, media_of
 from g2rpo.rewards.checked import CheckedReward
+from g2rpo.rewards.dry_call import check_signature
 from g2rpo.rewards.exits import RewardExited, exits_reported
 from g2rpo.rewards.isolation import restored_state
 from g2rpo.runtime.imports import import_attribute
@@ -60,7 +61,7 @@ def load_reward(
         ValueError: an unknown name, nothing usable at `module:attribute`, an unknown option, a reward for
             other media, or code that ends the program (RewardExited).
     """
-    with exits_reported(name, "while being created"), restored_state(), quiet_packages():
+    with exits_reported(name, "while being created"), restored_state(name), quiet_packages():
         return _loaded(name, resolve_device(device), dict(options or {}), media)
 
 
@@ -88,6 +89,8 @@ def load_rewards(
     for name in names:
         target = reward_target(name)
         _check_media(name, target, media)
+        if name not in REWARDS:
+            check_signature(name, target)
         if not allow_groupwise and is_groupwise(target):
             raise ValueError(
                 f"reward {name!r} is groupwise: it compares the images of one group of a run's rollout, and "
@@ -117,7 +120,7 @@ def reward_target(name: str) -> Any:
         return factory
     if ":" not in name:
         raise ValueError(f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; {_known()}")
-    with restored_state():
+    with restored_state(name):
         return _attribute(name, name)
 
 

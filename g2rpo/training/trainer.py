@@ -36,7 +36,7 @@ from g2rpo.models.registry import check_policy, load_policy
 from g2rpo.objectives.base import Context
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.base import GroupReward, Reward
-from g2rpo.rewards.exits import RewardExited
+from g2rpo.rewards.exits import RewardUnusable
 from g2rpo.rewards.registry import CheckedReward
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
@@ -68,6 +68,7 @@ from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
+from g2rpo.training.reward_checks import loaded_and_checked
 from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
@@ -158,7 +159,9 @@ class Trainer:
             check_policy(settings.model, options, mesh=mesh, family=settings.family)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         self.rewards: dict[str, CheckedReward] = run_together(
-            lambda: components.load_rewards(settings, device)
+            lambda: loaded_and_checked(
+                lambda: components.load_rewards(settings, device), settings, prompts, device, policy
+            )
         )
         # Before the policy: on a small GPU both do not fit.
         embed_missing(settings, prompts.texts, device, policy)
@@ -252,7 +255,7 @@ class Trainer:
                 changes = self._train(writer, progress, last, notes)
             except KeyboardInterrupt:
                 return self._stopped(progress)
-            except RewardExited as error:  # on all processes, and never amid an update
+            except RewardUnusable as error:  # on all processes, and never amid an update
                 self.save()
                 raise reward_exited(self.out, self.step, error) from error
             except NotFinite as error:
