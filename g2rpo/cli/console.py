@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from g2rpo.runtime.secrets import masked
+
 
 class Commands(TyperGroup):
     """Prints the message of a ValueError in red on stderr and exits with code 2.
@@ -27,7 +29,7 @@ class Commands(TyperGroup):
             if ctx.params["traceback"]:
                 raise
             console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
-            console.print(f"error: {error}", style="red")
+            console.print(f"error: {masked(str(error))}", style="red")
             raise typer.Exit(2) from error
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from g2rpo.config.load import Settings
 from g2rpo.runtime.interrupt import STOP_SIGNALS, interruptible
+from g2rpo.runtime.secrets import masked
 
 INTERRUPTED = 130
 
@@ -158,7 +159,7 @@ def _train(values: dict[str, Any], log: Path, slot: int, at_once: int) -> None:
     try:
         run = train(Settings.model_validate(values))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {masked(str(error))}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0 if run.finished else INTERRUPTED)
 

@@ -37,6 +37,7 @@ from g2rpo.costs.rewards import group_comparisons, uncounted_notes
 from g2rpo.costs.speeds import MIN_TABULATED_PARAMS, Speeds, rates_of, speeds_from_forward
 from g2rpo.models.family import ModelShape
 from g2rpo.rollouts.plan import Plan
+from g2rpo.runtime.secrets import without_secrets
 
 GB = 1e9
 
@@ -374,7 +375,7 @@ def _as_words(changes: Mapping[str, Any]) -> str:
     """Changes of settings as command-line overrides."""
     words = [f"{key}={str(v).lower()}" for key, v in changes.items() if key != "reward_options"]
     for name, options in changes.get("reward_options", {}).items():
-        words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
+        words.append(shlex.quote(f"reward_options.{name}={toml_value(without_secrets(options))}"))
     return " ".join(words)
 
 

@@ -49,6 +49,7 @@ from g2rpo.runtime.processes import (
     world_size,
 )
 from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.version import __version__
 
 GRID_ROWS = 8
@@ -105,7 +106,9 @@ def evaluate(
     """
     parsed = parsed_options(rewards, options)
     device = resolve_device(request.device)
-    identities = {name: {"options": chosen, "code": code_hash(name)} for name, chosen in parsed.items()}
+    identities = {
+        name: {"options": without_secrets(chosen), "code": code_hash(name)} for name, chosen in parsed.items()
+    }
     start_processes(device)
     try:
         speak = say if rank() == 0 else _silent

@@ -33,6 +33,7 @@ from g2rpo.runtime.files import atomic_path, write_atomic
 from g2rpo.runtime.interrupt import undisturbed
 from g2rpo.runtime.processes import gathered, rank, run_together, world_size
 from g2rpo.runtime.progress import RunProgress
+from g2rpo.runtime.secrets import without_secrets
 
 # Training noise is seeded by hashes of keys, these images by consecutive integers: no seed occurs in both.
 FIRST_SEED = 1_000_000
@@ -184,7 +185,7 @@ def _reward_identity(name: str, record: Mapping[str, Any]) -> tuple[Any, Any] | 
     """Description and options of a reward in a record; None in records that have no options."""
     if "options" not in record:
         return None
-    return record["judges"].get(name), record["options"].get(name)
+    return record["judges"].get(name), without_secrets(record["options"].get(name))
 
 
 def _share() -> slice:

@@ -32,6 +32,7 @@ from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.text import did_you_mean
 from g2rpo.runtime.version import __version__
 
@@ -206,7 +207,10 @@ class _Table:
         Raises:
             ValueError: OUT holds the scores of other images, rewards, options or code.
         """
-        identity = {name: {"options": options, "code": code_hash(name)} for name, options in rewards.items()}
+        identity = {
+            name: {"options": without_secrets(options), "code": code_hash(name)}
+            for name, options in rewards.items()
+        }
         settings = {
             "images": str(images.absolute()),
             "rewards": json.loads(json.dumps(identity, default=str)),
@@ -215,7 +219,7 @@ class _Table:
         if table.json.is_file():
             try:
                 before = json.loads(table.json.read_text(encoding="utf-8"))
-                images_before, rewards_before = before["images"], before["settings"]
+                images_before, rewards_before = before["images"], without_secrets(before["settings"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{table.json} was not written by this command; name another --out"

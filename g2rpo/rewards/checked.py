@@ -28,11 +28,22 @@ from torch import Tensor
 from g2rpo.rewards.base import is_groupwise
 from g2rpo.rewards.exits import RewardUnusable, WrongResult, exits_reported
 from g2rpo.rewards.isolation import restored_state
+from g2rpo.runtime.secrets import masked
 
 if TYPE_CHECKING:
     from g2rpo.rewards.base import GroupReward, Metadata, Reward
 
 LOG = logging.getLogger(__name__)
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    """Filter that keeps secrets out of a logged traceback: a formatter uses `exc_text` where it is set."""
+    if record.exc_info:
+        record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
+LOG.addFilter(_hide_secrets)
 
 
 @dataclass
@@ -131,7 +142,8 @@ class CheckedReward:
         try:
             with exits_reported(self.name, "while scoring"), restored_state(self.name):
                 scores = call()
-                self.last_error = getattr(self.reward, "last_error", None) or self.last_error
+                own_error = getattr(self.reward, "last_error", None)
+                self.last_error = masked(str(own_error)) if own_error else self.last_error
         except (KeyboardInterrupt, RewardUnusable):
             raise
         except BaseException as error:  # the only handler of this kind: tests/repo/test_conventions.py
@@ -175,11 +187,11 @@ class CheckedReward:
         """Returns the reward's own description (its `describe()`) for the log, or None if it has none."""
         with exits_reported(self.name, "while describing itself"), restored_state(self.name):
             describe = getattr(self.reward, "describe", None)
-            return str(describe()) if callable(describe) else None
+            return masked(str(describe())) if callable(describe) else None
 
     def _log_failure(self, error: BaseException, num_samples: int) -> None:
         """Stores the error as `last_error`; logs it at its first occurrence."""
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = masked(" ".join(f"{type(error).__name__}: {error}".split()))
         self.last_error = message if len(message) <= 300 else f"{message[:297]}..."
         occurrence = f"{type(error).__name__} {_innermost_line(error.__traceback__)}"
         if occurrence not in self._logged:

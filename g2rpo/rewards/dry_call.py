@@ -23,6 +23,7 @@ from g2rpo.rewards.base import Metadata, is_groupwise, media_of
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.exits import location_of
 from g2rpo.runtime.random import keyed_generator, random_state, set_random_state
+from g2rpo.runtime.secrets import masked
 
 POINTWISE = "(images, prompts, metadata), where images is [N, 3, H, W]"
 GROUPWISE = "(images, prompt, metadata), where images is [n, 3, H, W] of one prompt"
@@ -133,7 +134,7 @@ def dry_call(
         set_random_state(generators)
         reward.last_error = last_error
     error = errors[0]
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    reason = masked(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
     problem = f"reward {reward.name!r}{location_of(error)} raised {reason}"
     if raises:
         raise ValueError(

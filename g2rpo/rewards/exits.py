@@ -13,11 +13,18 @@ from contextlib import contextmanager
 from types import CodeType, TracebackType
 
 from g2rpo.runtime.processes import StopTogether
+from g2rpo.runtime.secrets import masked
 
 PARSERS = ("argparse", "optparse", "getopt", "click", "typer", "docopt", "fire", "absl")
 """Packages that parse `sys.argv` and end the program if they do not recognise it."""
 
-OWN_MODULES = (__name__, "g2rpo.rewards.registry", "g2rpo.rewards.checked", "g2rpo.runtime.imports")
+OWN_MODULES = (
+    __name__,
+    "g2rpo.rewards.registry",
+    "g2rpo.rewards.checked",
+    "g2rpo.rewards.dry_call",
+    "g2rpo.runtime.imports",
+)
 """Modules of this package whose frames precede those of a reward in a traceback."""
 
 MAX_CODE_LENGTH = 200
@@ -56,6 +63,26 @@ def exits_reported(reward: str, phase: str) -> Iterator[None]:
         if (exit_error := _first(error, _is_exit)) is not None:
             raise RewardExited(_message(reward, phase, error, exit_error)) from error
         raise
+
+
+@contextmanager
+def errors_located(reward: str, phase: str) -> Iterator[None]:
+    """Context manager for import and construction of a user's reward: its exceptions get one message.
+
+    Raises:
+        ValueError: for any other exception; the message names reward, module, function and line. A ValueError
+            of the reward is its own message to the user and is not changed.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        reason = masked(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise ValueError(
+            f"reward {reward!r}{location_of(error)} raised {reason} {phase}; correct it "
+            "(`g2rpo --traceback COMMAND` shows where)"
+        ) from error
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -112,8 +139,8 @@ def _is_library(module: str) -> bool:
 def location_of(error: BaseException) -> str:
     """Returns ` (module.function, line n)` of the innermost frame of a reward's own code, or ""."""
     frames = [frame for frame in _frames(error.__traceback__) if frame[0] not in OWN_MODULES]
-    own = [frame for frame in frames if not _is_library(frame[0]) and not frame[0].startswith("torch.")]
-    return f" ({_location(*(own or frames)[-1])})" if frames else ""
+    own = [frame for frame in frames if not _is_library(frame[0]) and frame[0].partition(".")[0] != "torch"]
+    return f" ({_location(*own[-1])})" if own else ""
 
 
 def _location(module: str, code: CodeType, line: int) -> str:

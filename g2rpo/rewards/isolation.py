@@ -3,7 +3,7 @@
 A reward is somebody else's code. A default dtype, a switched-off gradient, another seed or another working
 directory that it leaves behind would change the numbers of the run, or spread its files over two folders.
 
-Two kinds of change stay with the reward that made them. Its random numbers continue where its last call ended,
+Two kinds of change stay with the reward that made them. Its random numbers continue where its last call ends,
 in a stream of its own (`runtime.random.foreign_stream`), which a checkpoint stores. Environment variables
 that its module sets, such as a key for its client, are set again for its next call. Not put back are changes
 of objects that it can reach, such as a function of torch that it replaces.
