@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from g2rpo.rewards.base import Metadata, is_groupwise, media_of
 from g2rpo.rewards.checked import CheckedReward
-from g2rpo.rewards.exits import location_of
+from g2rpo.rewards.exits import WrongResult, location_of
 from g2rpo.runtime.random import keyed_generator, random_state, set_random_state
 from g2rpo.runtime.secrets import masked
 
@@ -130,6 +130,8 @@ def dry_call(
             if isinstance(outcome, Tensor):
                 return None
             errors.append(outcome)
+    except WrongResult as error:
+        raise WrongResult(f"{error} (in a dry call on two blank images, before the run)") from error
     finally:
         set_random_state(generators)
         reward.last_error = last_error

@@ -130,6 +130,9 @@ SETTINGS: tuple[Setting, ...] = (
 _environments: dict[str, dict[str, str | None]] = {}
 """Module of a reward -> environment variables that it changed; None: it removed the variable."""
 
+_active: list[str] = []
+"""Modules of the blocks that are open."""
+
 
 @contextmanager
 def restored_state(reward: str | None = None) -> Iterator[None]:
@@ -158,17 +161,22 @@ def restored_state(reward: str | None = None) -> Iterator[None]:
 @contextmanager
 def _own_environment(reward: str | None) -> Iterator[None]:
     """Puts back environment variables on exit; a reward finds those that its module changed before."""
+    module = "" if reward is None else reward.partition(":")[0]
+    if module in _active:  # the block around this one puts them back
+        yield
+        return
     before = dict(os.environ)
-    own = {} if reward is None else _environments.setdefault(reward.partition(":")[0], {})
-    _set_environment(own)
+    _set_environment(_environments.get(module, {}))
+    _active.append(module)
     try:
         yield
     finally:
+        _active.remove(module)
         now = dict(os.environ)
-        if now != before:
-            own.clear()
-            own.update({key: now.get(key) for key in now | before if now.get(key) != before.get(key)})
-            _set_environment({key: before.get(key) for key in own})
+        changed = {key: now.get(key) for key in now | before if now.get(key) != before.get(key)}
+        _set_environment({key: before.get(key) for key in changed})
+        if reward is not None:
+            _environments[module] = changed
 
 
 def _set_environment(values: dict[str, str | None]) -> None:
