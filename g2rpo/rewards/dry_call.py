@@ -130,8 +130,8 @@ def dry_call(
             if isinstance(outcome, Tensor):
                 return None
             errors.append(outcome)
-    except WrongResult as error:
-        raise WrongResult(f"{error} (in a dry call on two blank images, before the run)") from error
+    except WrongResult as wrong:
+        raise WrongResult(f"{wrong} (in a dry call on two blank images, before the run)") from wrong
     finally:
         set_random_state(generators)
         reward.last_error = last_error
