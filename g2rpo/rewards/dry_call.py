@@ -2,7 +2,7 @@
 
 The signature is checked before anything is created. The dry call gives one black and one white image with two
 prompts of the run. A result that is not one float32 per image is an error. So is an exception, if the
-reward also raises one for two images of noise; a reward that cannot score blank images alone is used. A
+reward also raises one for images of noise; a reward that cannot score blank images alone is used. A
 reward that asks servers is not called: it contacts them when it is created.
 
 A dry call leaves no trace in the run: random numbers and error reports of the reward are as before. A reward
@@ -98,6 +98,7 @@ def dry_call(
     *,
     device: torch.device,
     num_frames: int = 1,
+    group_size: int = 2,
     raises: bool = True,
 ) -> str | None:
     """Calls a reward with two blank images.
@@ -108,6 +109,7 @@ def dry_call(
         size: (height, width) of the images in pixels.
         device: where the images are.
         num_frames: frames of a video.
+        group_size: number of images of noise for a groupwise reward, which may ask for a complete group.
         raises: whether an exception of the reward is an error here.
 
     Returns:
@@ -125,8 +127,10 @@ def dry_call(
     errors: list[BaseException] = []
     generators, last_error = random_state(), reward.last_error
     try:
-        for images in (lambda: blank, lambda: _noise_like(blank)):
-            outcome = reward.attempt(_call(reward, images(), prompts, metadata), 2)
+        members = max(2, group_size) if reward.groupwise else 2
+        for make in (lambda: blank, lambda: _noise(members, blank)):
+            images = make()
+            outcome = reward.attempt(_call(reward, images, prompts, metadata), len(images))
             if isinstance(outcome, Tensor):
                 return None
             errors.append(outcome)
@@ -140,8 +144,9 @@ def dry_call(
     problem = f"reward {reward.name!r}{location_of(error)} raised {reason}"
     if raises:
         raise ValueError(
-            f"{problem}, in a dry call on two blank images of {size[1]} x {size[0]} pixels, and also on two "
-            "of noise: no image would get a score. Correct it; where one image has no score, return NaN"
+            f"{problem}, in a dry call on two blank images of {size[1]} x {size[0]} pixels, and also "
+            f"on {members} of noise: no image would get a score. Correct it; where one image has no score, "
+            "return NaN"
         ) from error
     return problem
 
@@ -156,6 +161,6 @@ def _call(
     return lambda: inner(images, list(prompts[:2]), entries)
 
 
-def _noise_like(images: Tensor) -> Tensor:
-    noise = torch.rand(images.shape, generator=keyed_generator(0, "dry call"))
+def _noise(number: int, images: Tensor) -> Tensor:
+    noise = torch.rand(number, *images.shape[1:], generator=keyed_generator(0, "dry call"))
     return ((255 * noise).round() / 255).to(images.device)

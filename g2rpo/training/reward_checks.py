@@ -77,6 +77,7 @@ def _dry_calls(
                 [metadata for _, metadata in pairs],
                 size,
                 device=device,
+                group_size=settings.group_size,
                 raises=settings.max_invalid_fraction < 1,
             )
 

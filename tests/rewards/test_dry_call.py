@@ -149,7 +149,7 @@ RESULTS = {
     "without_data": r"returned torch.float32 \(2,\), without data \(device meta\)",
     "WrongGroup": r"returned torch.float32 \(3,\) for 2 images",
     "misspelt": r"\(dry.misspelt, line \d+\) raised NameError: name 'axes' is not defined, in a dry call on "
-    r"two blank images of 64 x 64 pixels, and also on two of noise",
+    r"two blank images of 64 x 64 pixels, and also on 2 of noise",
     "needs_a_field": r"\(dry.needs_a_field.*, line \d+\) raised KeyError: 'target'",
 }
 
