@@ -35,4 +35,4 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     ThreadingHTTPServer.request_queue_size = 64  # connections that may wait
-    ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from g2rpo.runtime.files import disk_errors, release_output
+from g2rpo.runtime.secrets import masked
 from g2rpo.runtime.stop_signals import NO_READER, command_signals
 
 
@@ -32,7 +33,7 @@ class Commands(TyperGroup):
             if ctx.params["traceback"]:
                 raise
             release_output()
-            _print_error(f"error: {_in_words(error)}")
+            _print_error(f"error: {masked(_in_words(error))}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             # Like other programs, `g2rpo plan | head` ends without a word.

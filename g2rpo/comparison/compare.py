@@ -36,6 +36,7 @@ from g2rpo.evaluation.monitor import is_evaluation
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import checkpoint_to_resume, is_finished
 from g2rpo.runtime.records import DamagedFile, read_record, write_record
+from g2rpo.runtime.secrets import masked
 
 RECORD = "compare.json"
 
@@ -108,6 +109,7 @@ def compare(
         if not report_only:
             raise ValueError("nothing to compare: give recipes or --arm with --seeds, or --run NAME=FOLDER")
         folders, commands = _recorded(out)
+    commands = [masked(words) for words in commands]  # loading the settings noted their secrets
     out.mkdir(parents=True, exist_ok=True)
     record = {
         "commands": commands,

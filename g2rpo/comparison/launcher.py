@@ -21,6 +21,7 @@ from typing import Any
 
 from g2rpo.config.load import Settings
 from g2rpo.runtime.interrupt import interruptible
+from g2rpo.runtime.secrets import masked
 from g2rpo.runtime.stop_signals import STOP_SIGNALS, command_signals
 
 INTERRUPTED = 130
@@ -166,7 +167,7 @@ def _train(values: dict[str, Any], log: Path, slot: int, at_once: int) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {masked(str(error))}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0 if run.finished else INTERRUPTED)
 

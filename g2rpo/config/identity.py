@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from g2rpo.config.settings import Settings
+from g2rpo.runtime.secrets import without_secrets
 
 REWARD_MAY_CHANGE = (
     "servers",
@@ -76,8 +77,9 @@ def reward_identities(settings: Settings, names: Iterable[str]) -> dict[str, dic
 
 
 def reward_identity(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one reward that determine its scores; without those in REWARD_MAY_CHANGE."""
-    return {key: value for key, value in options.items() if key not in REWARD_MAY_CHANGE}
+    """The options of one reward that determine its scores; without secrets and those in REWARD_MAY_CHANGE."""
+    stored = without_secrets(options)
+    return {key: value for key, value in stored.items() if key not in REWARD_MAY_CHANGE}
 
 
 def check_same_run(saved: Settings, given: Settings) -> None:

@@ -17,6 +17,7 @@ from g2rpo.config import checks
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
 from g2rpo.config.settings import Settings
+from g2rpo.runtime.secrets import remember_secrets
 from g2rpo.runtime.text import did_you_mean
 
 __all__ = ["Settings", "load_settings", "read_settings", "check_same_run"]
@@ -159,6 +160,7 @@ def _options_once(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
 
 def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any]) -> Settings:
     given = {key.partition(".")[0] for key in overrides}
+    remember_secrets(values.get("reward_options"))
     try:
         # None in an override means "the default", which for some fields is not None.
         return Settings.model_validate({key: value for key, value in values.items() if value is not None})

@@ -40,6 +40,7 @@ from g2rpo.models.options import (
     as_resolution,
     plain_resolution,
 )
+from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -342,5 +343,6 @@ class Settings(BaseModel):
         return self.model_copy(update={"algorithm_options": options})
 
     def to_toml(self) -> str:
-        """The resolved settings as a recipe."""
-        return to_toml(self.resolved().model_dump())
+        """The resolved settings as a recipe, without the secrets among the options of rewards."""
+        values = self.resolved().model_dump()
+        return to_toml(values | {"reward_options": without_secrets(values["reward_options"])})

@@ -13,6 +13,7 @@ from g2rpo.costs.disk import size_text
 from g2rpo.costs.memory import Memory, changes_that_help, memory_of, run_plans, shape_of_run, trained_params
 from g2rpo.models.family import ModelShape
 from g2rpo.rollouts.plan import Plan
+from g2rpo.runtime.secrets import without_secrets
 
 
 def fit_notes(
@@ -72,5 +73,5 @@ def as_words(changes: Mapping[str, Any]) -> str:
     """Changes of settings as command-line overrides."""
     words = [f"{key}={str(v).lower()}" for key, v in changes.items() if key != "reward_options"]
     for name, options in changes.get("reward_options", {}).items():
-        words.append(shlex.quote(f"reward_options.{name}={toml_value(options)}"))
+        words.append(shlex.quote(f"reward_options.{name}={toml_value(without_secrets(options))}"))
     return " ".join(words)

@@ -33,7 +33,7 @@ from g2rpo.evaluation.stats import Array, Difference, Mean, difference_over_prom
 from g2rpo.evaluation.tables import markdown
 from g2rpo.inference.sample import SampleRequest
 from g2rpo.rewards.checked import score_batch
-from g2rpo.rewards.exits import RewardExited
+from g2rpo.rewards.exits import RewardUnusable
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rewards.registry import CheckedReward, load_rewards
 from g2rpo.runtime.files import append_bytes, write_atomic
@@ -49,6 +49,7 @@ from g2rpo.runtime.processes import (
     world_size,
 )
 from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.version import __version__
 
 GRID_ROWS = 8
@@ -105,7 +106,9 @@ def evaluate(
     """
     parsed = parsed_options(rewards, options)
     device = resolve_device(request.device)
-    identities = {name: {"options": chosen, "code": code_hash(name)} for name, chosen in parsed.items()}
+    identities = {
+        name: {"options": without_secrets(chosen), "code": code_hash(name)} for name, chosen in parsed.items()
+    }
     start_processes(device)
     try:
         speak = say if rank() == 0 else _silent
@@ -139,10 +142,10 @@ def evaluate(
                     "continue"
                 )
                 return Evaluated(folder, {}, {}, {}, True)
-            except RewardExited as exited:
+            except RewardUnusable as exited:
                 if not evaluation.rows:
                     raise
-                raise RewardExited(
+                raise RewardUnusable(
                     f"{exited}. Finished images and scores are kept in {folder}; fix the reward"
                 ) from exited
         why = {name: error for name, reward in loaded.items() if (error := reward.last_error)}
@@ -237,7 +240,7 @@ class _Evaluation:
 
         Raises:
             KeyboardInterrupt: on all processes, after a signal to any; finished scores are kept.
-            RewardExited: on all processes, if it is raised on any; finished scores are kept.
+            RewardUnusable: on all processes, if it is raised on any; finished scores are kept.
         """
         todo = [
             missing
@@ -250,7 +253,7 @@ class _Evaluation:
         own_rows: dict[Key, Row] = {}
         try:
             interrupt.together(lambda: self._score(todo[rank() :: world_size()], rewards, device, own_rows))
-        except (KeyboardInterrupt, RewardExited):
+        except (KeyboardInterrupt, RewardUnusable):
             self._gather(own_rows, interrupt)
             raise
         self._gather(own_rows, interrupt)

@@ -28,6 +28,7 @@ from g2rpo.runtime.interrupt import Interrupt
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
 from g2rpo.runtime.progress import show_progress
 from g2rpo.runtime.records import DamagedFile, read_record, write_record
+from g2rpo.runtime.secrets import without_secrets
 
 KINDS = ("evaluation", "gallery")
 IMAGES_PER_LOAD = 256
@@ -94,6 +95,8 @@ class Lineup:
         try:
             before = read_record(self._file)
             settings, models, steps = before["settings"], before["models"], before["steps"]
+            if "rewards" in settings:  # a record of an earlier version may hold secrets
+                settings["rewards"] = without_secrets(settings["rewards"])
             self.conditions, self.shift = before["conditions"], before["shift"]
             self.described = before["described"]
         except DamagedFile as error:

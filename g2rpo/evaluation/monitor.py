@@ -35,6 +35,7 @@ from g2rpo.runtime.interrupt import undisturbed
 from g2rpo.runtime.processes import gathered, rank, run_together, world_size
 from g2rpo.runtime.progress import RunProgress
 from g2rpo.runtime.records import DamagedFile, read_record, write_record
+from g2rpo.runtime.secrets import without_secrets
 
 # Training noise is seeded by hashes of keys, these images by consecutive integers: no seed occurs in both.
 FIRST_SEED = 1_000_000
@@ -106,7 +107,7 @@ class Evaluator:
         """Scores the images [N, 3, H, W] of a set: reward name -> [N], NaN for an image without a score.
 
         Raises:
-            RewardExited: on all processes, if it is raised on any.
+            RewardUnusable: on all processes, if it is raised on any.
         """
         own_scores = run_together(lambda: self._own_scores(image_set, images))
         return {
@@ -209,7 +210,7 @@ def _reward_identity(name: str, record: Mapping[str, Any]) -> tuple[Any, Any] | 
     """Description and options of a reward in a record; None in records that have no options."""
     if "options" not in record:
         return None
-    return record["judges"].get(name), record["options"].get(name)
+    return record["judges"].get(name), without_secrets(record["options"].get(name))
 
 
 def _share() -> slice:

@@ -26,12 +26,13 @@ from g2rpo.config.recipe import parse_value
 from g2rpo.evaluation.matching import Item, Matched, match, pixels_by_size, size_of
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.rewards.checked import score_batch
-from g2rpo.rewards.exits import RewardExited, exits_reported
+from g2rpo.rewards.exits import RewardUnusable, exits_reported
 from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
 from g2rpo.runtime.files import append_bytes, write_atomic
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.text import did_you_mean
 from g2rpo.runtime.version import __version__
 
@@ -128,11 +129,11 @@ def score(
                     "continue"
                 )
                 interrupted = True
-            except RewardExited as error:
+            except RewardUnusable as error:
                 if not table.rows:
                     raise
                 table.close(matched, complete=False)
-                raise RewardExited(
+                raise RewardUnusable(
                     f"{error}. {len(table.rows)} rows are kept in {table.csv}; fix the reward"
                 ) from error
     why = {name: reward.last_error for name, reward in loaded.items() if reward.last_error}
@@ -206,7 +207,10 @@ class _Table:
         Raises:
             ValueError: OUT holds the scores of other images, rewards, options or code.
         """
-        identity = {name: {"options": options, "code": code_hash(name)} for name, options in rewards.items()}
+        identity = {
+            name: {"options": without_secrets(options), "code": code_hash(name)}
+            for name, options in rewards.items()
+        }
         settings = {
             "images": str(images.absolute()),
             "rewards": json.loads(json.dumps(identity, default=str)),
@@ -215,7 +219,7 @@ class _Table:
         if table.json.is_file():
             try:
                 before = json.loads(table.json.read_text(encoding="utf-8"))
-                images_before, rewards_before = before["images"], before["settings"]
+                images_before, rewards_before = before["images"], without_secrets(before["settings"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{table.json} was not written by this command; name another --out"

@@ -5,7 +5,8 @@ The same checks hold for rewards that score each image and for groupwise ones, w
 An exception in a reward, such as a server timeout or a bug in user code, leaves the samples of that batch
 without a score (NaN). It is logged with its traceback, once per source line. If too many samples are invalid
 (max_invalid_fraction), the run stops with a checkpoint. A result of the wrong type, shape or dtype stops the
-run at once, because it would be wrong at every call; so does code that ends the program (exits.py).
+run at once on all processes, because it would be wrong at every call; so does code that ends the program
+(exits.py). A dry call finds both before a run begins (dry_call.py).
 
 Rewards are isolated from each other: each call gets its own copies of images, prompts and metadata, so
 nothing that a reward writes into them reaches another reward or the run.
@@ -13,6 +14,7 @@ nothing that a reward writes into them reaches another reward or the run.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -24,13 +26,24 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.base import is_groupwise
-from g2rpo.rewards.exits import RewardExited, exits_reported
+from g2rpo.rewards.exits import RewardUnusable, WrongResult, exits_reported
 from g2rpo.rewards.isolation import restored_state
+from g2rpo.runtime.secrets import masked
 
 if TYPE_CHECKING:
     from g2rpo.rewards.base import GroupReward, Metadata, Reward
 
 LOG = logging.getLogger(__name__)
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    """Filter that keeps secrets out of a logged traceback: a formatter uses `exc_text` where it is set."""
+    if record.exc_info:
+        record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
+LOG.addFilter(_hide_secrets)
 
 
 @dataclass
@@ -63,8 +76,8 @@ class CheckedReward:
             [N], float32. All scores are NaN if the reward raised; the score of a non-finite image is NaN.
 
         Raises:
-            ValueError: the inputs have different lengths, the result is not one float32 per image, or the
-                reward is groupwise.
+            ValueError: the inputs have different lengths, or the reward is groupwise.
+            WrongResult: the result is not one float32 per image (a ValueError).
             RewardExited: the reward's code ended the program (a ValueError).
             KeyboardInterrupt: the user interrupted the reward.
         """
@@ -101,8 +114,8 @@ class CheckedReward:
             NaN. All scores are NaN if the reward raised, or if it would get fewer than 2 images.
 
         Raises:
-            ValueError: the result is not one float32 per image, or the reward is not groupwise.
-            RewardExited, KeyboardInterrupt: as in a call.
+            ValueError: the reward is not groupwise.
+            WrongResult, RewardExited, KeyboardInterrupt: as in a call.
         """
         if not self.groupwise:
             raise ValueError(f"reward {self.name!r} is not groupwise: it scores images when it is called")
@@ -120,36 +133,65 @@ class CheckedReward:
         scores[members] = self._scores(lambda: reward(judged, prompt, own_metadata), len(judged)).to(scores)
         return scores
 
-    def _scores(self, call: Callable[[], Tensor], n: int) -> Tensor:
-        """Returns the checked result of a call of the reward for n images; all NaN if it raised."""
+    def attempt(self, call: Callable[[], Any], n: int) -> Tensor | BaseException:
+        """Returns the checked result of a call of the reward for n images, or the error that it raised.
+
+        Raises:
+            WrongResult, RewardExited, KeyboardInterrupt: as in a call.
+        """
         try:
-            with exits_reported(self.name, "while scoring"), restored_state():
+            with exits_reported(self.name, "while scoring"), restored_state(self.name):
                 scores = call()
-                self.last_error = getattr(self.reward, "last_error", None) or self.last_error
-        except (KeyboardInterrupt, RewardExited):
+                own_error = getattr(self.reward, "last_error", None)
+                self.last_error = masked(str(own_error)) if own_error else self.last_error
+        except (KeyboardInterrupt, RewardUnusable):
             raise
         except BaseException as error:  # the only handler of this kind: tests/repo/test_conventions.py
             # BaseException, because a cancelled task or a custom subclass is a failure of this call only.
-            self._log_failure(error, n)
-            return torch.full((n,), torch.nan)
+            return error
+        return self._checked(scores, n)
+
+    def _scores(self, call: Callable[[], Tensor], n: int) -> Tensor:
+        """Returns the checked result of a call of the reward for n images; all NaN if it raised."""
+        scores = self.attempt(call, n)
+        if isinstance(scores, Tensor):
+            return scores
+        self._log_failure(scores, n)
+        return torch.full((n,), torch.nan)
+
+    def _checked(self, scores: Any, n: int) -> Tensor:
+        if inspect.iscoroutine(scores):
+            scores.close()  # else Python warns that it was never awaited
+            raise WrongResult(
+                f"reward {self.name!r} returned a coroutine: an async function cannot be a reward; write a "
+                "plain function, which may call asyncio.run"
+            )
         if not isinstance(scores, Tensor):
-            raise ValueError(f"reward {self.name!r} returned {type(scores).__name__}, not a torch.Tensor")
-        if scores.shape != (n,) or scores.dtype != torch.float32:
-            raise ValueError(
-                f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)} for {n} images; "
+            raise WrongResult(
+                f"reward {self.name!r} returned {type(scores).__name__}, not a torch.Tensor; it must return "
+                f"float32 ({n},) for {n} images"
+            )
+        if scores.shape != (n,) or scores.dtype != torch.float32 or scores.is_sparse or scores.is_meta:
+            place = (
+                ", sparse" if scores.is_sparse else ", without data (device meta)" if scores.is_meta else ""
+            )
+            raise WrongResult(
+                f"reward {self.name!r} returned {scores.dtype} {tuple(scores.shape)}{place} for {n} images; "
                 f"it must return float32 ({n},), NaN for a sample without a score"
             )
-        return scores.detach()
+        scores = scores.detach()
+        # Of a tensor from torch.inference_mode, autograd would refuse to save what is computed from it.
+        return scores.clone() if scores.is_inference() else scores
 
     def describe(self) -> str | None:
         """Returns the reward's own description (its `describe()`) for the log, or None if it has none."""
-        with exits_reported(self.name, "while describing itself"), restored_state():
+        with exits_reported(self.name, "while describing itself"), restored_state(self.name):
             describe = getattr(self.reward, "describe", None)
-            return str(describe()) if callable(describe) else None
+            return masked(str(describe())) if callable(describe) else None
 
     def _log_failure(self, error: BaseException, num_samples: int) -> None:
         """Stores the error as `last_error`; logs it at its first occurrence."""
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = masked(" ".join(f"{type(error).__name__}: {error}".split()))
         self.last_error = message if len(message) <= 300 else f"{message[:297]}..."
         occurrence = f"{type(error).__name__} {_innermost_line(error.__traceback__)}"
         if occurrence not in self._logged:
@@ -179,7 +221,7 @@ def score_batch(
         [R, N], float32, on the device of the images; NaN marks an image without a score.
 
     Raises:
-        ValueError: a result that is not one score per image.
+        WrongResult: a result that is not one score per image.
         RewardExited, KeyboardInterrupt: as in `CheckedReward.__call__`.
     """
     scores = images.new_empty(len(rewards), len(images), dtype=torch.float32)
@@ -189,7 +231,7 @@ def score_batch(
             inputs = isolated_inputs(reward, *inputs)
         result = reward(*inputs)
         if result.shape != (len(images),):
-            raise ValueError(
+            raise WrongResult(
                 f"reward {name!r} returned scores of shape {tuple(result.shape)} for {len(images)} images; "
                 "it must return one score per image"
             )

@@ -15,11 +15,13 @@ import torch
 
 from g2rpo.rewards.base import Media, Options, RewardSpec, is_groupwise, media_of
 from g2rpo.rewards.checked import CheckedReward
-from g2rpo.rewards.exits import RewardExited, exits_reported
+from g2rpo.rewards.dry_call import check_signature
+from g2rpo.rewards.exits import RewardExited, errors_located, exits_reported
 from g2rpo.rewards.isolation import restored_state
 from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.quiet import quiet_packages
+from g2rpo.runtime.secrets import missing_secrets, not_stored, remember_secrets
 from g2rpo.runtime.text import did_you_mean
 
 REWARDS: dict[str, str] = {
@@ -60,7 +62,10 @@ def load_reward(
         ValueError: an unknown name, nothing usable at `module:attribute`, an unknown option, a reward for
             other media, or code that ends the program (RewardExited).
     """
-    with exits_reported(name, "while being created"), restored_state(), quiet_packages():
+    if missing := next(missing_secrets(options or {}), None):
+        raise ValueError(not_stored(name, missing))
+    remember_secrets(options or {})
+    with exits_reported(name, "while being created"), restored_state(name), quiet_packages():
         return _loaded(name, resolve_device(device), dict(options or {}), media)
 
 
@@ -88,6 +93,8 @@ def load_rewards(
     for name in names:
         target = reward_target(name)
         _check_media(name, target, media)
+        if name not in REWARDS:
+            check_signature(name, target)
         if not allow_groupwise and is_groupwise(target):
             raise ValueError(
                 f"reward {name!r} is groupwise: it compares the images of one group of a run's rollout, and "
@@ -117,7 +124,7 @@ def reward_target(name: str) -> Any:
         return factory
     if ":" not in name:
         raise ValueError(f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; {_known()}")
-    with restored_state():
+    with restored_state(name):
         return _attribute(name, name)
 
 
@@ -235,7 +242,8 @@ def _constructed(name: str, target: type, device: torch.device, options: dict[st
             f"reward {name!r} cannot be created: {error}; "
             "its __init__ must take the device, then options as keywords"
         ) from error
-    return target(device, **options)
+    with errors_located(name, "while being created"):
+        return target(device, **options)
 
 
 def _check_media(name: str, reward: Any, media: Media) -> None:
@@ -261,5 +269,6 @@ def _check_options(name: str, factory: Any, options: Options) -> None:
 
 
 def _attribute(target: str, reward: str) -> Any:
-    with exits_reported(reward, "while its module was imported"):
+    phase = "while its module was imported"
+    with exits_reported(reward, phase), errors_located(reward, phase):
         return import_attribute(target, "reward", "my_rewards:brightness")

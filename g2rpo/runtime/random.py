@@ -2,15 +2,16 @@
 
 The key, such as (seed, iteration, prompt, step, member), is hashed to a seed, and the tensor is drawn on the
 CPU in float32. One process or eight, and any kind of GPU, therefore get the same noise, and any part of a run
-can be reproduced in isolation. Foreign code, such as a reward, draws from the process's global generators,
-which `seed_everything` sets.
+can be reproduced in isolation. Foreign code, such as a reward, draws from the global generators, which
+`seed_everything` sets, in a stream of its own: what it draws or seeds reaches no other code (foreign_stream).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ def key_seed(seed: int, *key: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seeds the process's global generators: torch's (CPU and GPUs), Python's and numpy's."""
     # Hashed, because torch's CPU generator and numpy's use only 32 bits of a seed.
+    _streams.clear()
     hashed = key_seed(seed, "process")
     torch.manual_seed(hashed)
     random.seed(hashed)
@@ -50,26 +52,96 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of the process's global generators, as plain JSON values."""
+    """Returns the states of the process's global generators and of the streams of foreign code.
+
+    All values are plain JSON values.
+    """
     # The run's noise is keyed and needs none of this; a reward or a model's dropout may use these generators.
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"cpu": _to_hex(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
-    kind, words, *rest = np.random.get_state(legacy=True)
-    state["numpy"] = [kind, [int(word) for word in words], *rest]
-    if torch.cuda.is_available():
+    state = _as_json(_generators())
+    if torch.cuda.is_available() and "cuda" not in state:
         state["cuda"] = _to_hex(torch.cuda.get_rng_state())
+    if _streams:
+        state["foreign"] = {name: _as_json(stream) for name, stream in _streams.items()}
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restores the process's global generators to a result of `random_state`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(_from_hex(state["cpu"]))
+    """Restores the global generators and the streams of foreign code to a result of `random_state`."""
+    _set_generators(_from_json(state))
+    _streams.clear()
+    _streams.update({name: _from_json(stream) for name, stream in state.get("foreign", {}).items()})
+
+
+_streams: dict[str, dict[str, Any]] = {}
+"""Name of foreign code, such as a reward -> states of the generators where its last block ended."""
+
+
+@contextmanager
+def foreign_stream(name: str | None) -> Iterator[None]:
+    """Context manager for foreign code, which draws from the global generators: on exit they are as before.
+
+    Args:
+        name: of the code, whose next block continues where this one ends. Its first block begins where the
+            global generators are, as in earlier versions, where code had no stream of its own. None: nothing
+            is kept.
+    """
+    outside = _generators()
+    if name in _streams:
+        _set_generators(_streams[name])
+    try:
+        yield
+    finally:
+        ended = _generators()
+        if not _equal(outside, ended):
+            if name is not None:
+                _streams[name] = ended
+            _set_generators(outside)
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global generators; of a GPU's, if this process uses it."""
+    state = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def _set_generators(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
     if "numpy" in state:  # a checkpoint of an earlier version has none
-        np.random.set_state(tuple(state["numpy"]))
+        np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    # A GPU that is used for the first time in the block has no state of before.
+    return all(_comparable(one[name]) == _comparable(other[name]) for name in one.keys() & other.keys())
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.numpy().tobytes()
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in value)
+
+
+def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    version, numbers, gauss = state["python"]
+    plain: dict[str, Any] = {"cpu": _to_hex(state["cpu"]), "python": [version, list(numbers), gauss]}
+    kind, words, *rest = state["numpy"]
+    plain["numpy"] = [kind, [int(word) for word in words], *rest]
+    return plain | ({"cuda": _to_hex(state["cuda"])} if "cuda" in state else {})
+
+
+def _from_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    version, numbers, gauss = state["python"]
+    read: dict[str, Any] = {"cpu": _from_hex(state["cpu"]), "python": (version, tuple(numbers), gauss)}
+    if "numpy" in state:
+        read["numpy"] = tuple(state["numpy"])
+    return read | ({"cuda": _from_hex(state["cuda"])} if "cuda" in state else {})
 
 
 def _to_hex(tensor: Tensor) -> str:

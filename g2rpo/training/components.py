@@ -22,6 +22,7 @@ from g2rpo.config.settings import Settings
 from g2rpo.models.policy import Policy
 from g2rpo.rewards.base import GroupReward, Reward, is_groupwise
 from g2rpo.rewards.checked import CheckedReward
+from g2rpo.rewards.dry_call import check_signature
 from g2rpo.rewards.registry import groupwise_names, load_rewards
 from g2rpo.runtime.imports import INJECTED
 
@@ -83,6 +84,8 @@ class Components:
         """
         given = {INJECTED + name: reward for name, reward in (self.rewards or {}).items()}
         named = [n for n in dict.fromkeys([*settings.rewards, *settings.eval_rewards]) if n not in given]
+        for name, reward in given.items():
+            check_signature(name, reward)
         groupwise = [name for name, reward in given.items() if is_groupwise(reward)]
         check_groupwise(settings, [*groupwise, *groupwise_names(named)])
         loaded = load_rewards(named, device, settings.reward_options) if named else {}

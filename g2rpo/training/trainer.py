@@ -38,7 +38,7 @@ from g2rpo.objectives.base import Context
 from g2rpo.objectives.group_records import group_records
 from g2rpo.objectives.stats import invalid_share, reward_metrics
 from g2rpo.rewards.base import GroupReward, Reward
-from g2rpo.rewards.exits import RewardExited
+from g2rpo.rewards.exits import RewardUnusable
 from g2rpo.rewards.registry import CheckedReward
 from g2rpo.rollouts.explore import explore
 from g2rpo.rollouts.score import Rollout, score
@@ -72,6 +72,7 @@ from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.result import Run, interrupted_run
+from g2rpo.training.reward_checks import loaded_and_checked
 from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.side_files import rebuild_untrained
 from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
@@ -170,7 +171,9 @@ class Trainer:
         check_disk(settings, needed=self.sizes_known and step < settings.iterations)
         # Rewards first: a misspelt one must not show only after gigabytes of policy were read.
         self.rewards: dict[str, CheckedReward] = run_together(
-            lambda: components.load_rewards(settings, device)
+            lambda: loaded_and_checked(
+                lambda: components.load_rewards(settings, device), settings, prompts, device, policy
+            )
         )
         # Before the policy: on a small GPU both do not fit.
         embed_missing(settings, prompts.texts, device, policy, check=self.sizes_known)
@@ -268,7 +271,7 @@ class Trainer:
                 changes = self._train(writer, progress, last, notes)
             except KeyboardInterrupt:
                 return self._stopped(progress)
-            except RewardExited as error:  # on all processes, and never amid an update
+            except RewardUnusable as error:  # on all processes, and never amid an update
                 self.save()
                 raise reward_exited(self.out, self.step, error) from error
             except NotFinite as error:

@@ -130,7 +130,7 @@ def test_metadata_that_json_cannot_carry_is_told():
         ({"urls": []}, "needs urls, the addresses"),
         ({"urls": "ftp://a/b"}, "no http address"),
         ({"batch": 0}, "batch=0 must be an integer, at least 1"),
-        ({"headers": {"X": 1}}, "headers=.* must be a table of ASCII strings"),
+        ({"headers": {"X": 1}}, r"headers\.X is a int, and must be an ASCII string"),
         ({"timeout": 0}, "timeout=0 must be a number of seconds above 0"),
         ({"concurrency": True}, "concurrency=True must be an integer"),
         ({"api_key_env": "NO_SUCH_KEY"}, "environment variable is not set"),

@@ -1,14 +1,22 @@
 """A reward's code leaves the process as it was: torch's defaults, and the working directory."""
 
+import gc
+import json
+import logging
 import os
+import random
+import signal
 import sys
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from support.small_runs import SMALL, timeless
 
 import g2rpo
 from g2rpo.rewards.registry import load_reward
+from g2rpo.runtime.random import key_seed, random_state, seed_everything, set_random_state
 
 SCORE = "def score(images, prompts, metadata=None):\n    {}\n    return images.mean((1, 2, 3)).float()\n"
 AT_IMPORT = (
@@ -29,8 +37,26 @@ CHANGES = {
     "no gradient": "torch.set_grad_enabled(False)",
     "lower precision": "torch.set_float32_matmul_precision('medium')",
     "deterministic": "torch.use_deterministic_algorithms(True)",
+    "a seed": "import random, numpy; torch.manual_seed(0); random.seed(0); numpy.random.seed(0)",
+    "random numbers": "import random, numpy; torch.rand(3); random.random(); numpy.random.rand()",
+    "inference mode": "globals().__setitem__('kept', torch.inference_mode()); kept.__enter__()",
+    "autocast": "torch.autocast('cpu').__enter__()",
+    "threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "anomalies": "torch.autograd.set_detect_anomaly(True)",
+    "convolutions": "torch.backends.cudnn.benchmark = True; torch.backends.cudnn.enabled = False",
+    "warnings": "import warnings; warnings.simplefilter('error'); warnings.filters.clear()",
+    "arguments": "import sys; sys.argv[:] = ['mine']; sys.argv = ['other']",
+    "variables": "os.environ['OWN_STATE'] = '1'; os.environ.pop('HOME', None)",
+    "signals": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    "no log": "import logging; logging.disable(logging.CRITICAL)",
+    "output": "import io, sys; sys.stdout = sys.stderr = io.StringIO()",
+    "numpy's errors": "import numpy; numpy.seterr(all='raise')",
+    "no collection": "import gc; gc.disable()",
     "another folder": "os.makedirs('elsewhere', exist_ok=True); os.chdir('elsewhere')",
 }
+
+NOT_IN_A_RUN = ("meta device by default", "warnings", "output")
+"""Changes with which the call itself could not go on, or that pytest makes itself."""
 
 
 def state() -> tuple:
@@ -41,6 +67,22 @@ def state() -> tuple:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         os.getcwd(),
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_num_threads(),
+        torch.is_anomaly_enabled(),
+        (torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled),
+        list(warnings.filters),
+        list(sys.argv),
+        dict(os.environ),
+        signal.getsignal(signal.SIGTERM),
+        logging.root.manager.disable,
+        (sys.stdout, sys.stderr),
+        np.geterr(),
+        gc.isenabled(),
     )
 
 
@@ -73,6 +115,67 @@ def test_the_state_is_put_back(module, place, change):
     assert torch.zeros(1).dtype == torch.float32 and torch.zeros(1).device.type == "cpu"
 
 
+def test_a_reward_finds_the_variables_that_its_module_set(module, monkeypatch):
+    """Such as a key for a client that is made at the first call; other rewards do not see it."""
+    monkeypatch.delenv("OWN_KEY", raising=False)
+    text = (
+        "import os, torch\nos.environ['OWN_KEY'] = '2'\ndef score(images, prompts, metadata=None):\n"
+        "    return torch.full((len(images),), float(os.environ['OWN_KEY']))\n"
+    )
+    other = "import os, torch\ndef score(images, prompts, metadata=None):\n    return os.environ['OWN_KEY']\n"
+    reward = load_reward(f"{module(text)}:score", torch.device("cpu"))
+    stranger = load_reward(f"{module(other)}:score", torch.device("cpu"))
+    assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [2]
+    assert stranger(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all() and "OWN_KEY" in stranger.last_error
+    assert "OWN_KEY" not in os.environ
+
+
+def test_scores_of_inference_mode_can_be_used_in_training(module):
+    text = "import torch\n@torch.inference_mode()\n" + SCORE.format("pass")
+    reward = load_reward(f"{module(text)}:score", torch.device("cpu"))
+    weight = torch.ones(2, requires_grad=True)
+    (weight * reward(torch.ones(2, 3, 4, 4), ["a", "b"])).sum().backward()
+    assert weight.grad.tolist() == [1, 1]
+
+
+RANDOM = "import torch\ndef score(images, prompts, metadata=None):\n    return torch.rand(len(images))\n"
+SEEDING = RANDOM.replace("    return", "    torch.manual_seed(0)\n    return")
+
+
+def test_each_reward_continues_its_own_random_numbers(module):
+    images, prompts = torch.zeros(3, 3, 4, 4), ["a"] * 3
+    one, other, seeding = (
+        load_reward(f"{module(text)}:score", torch.device("cpu")) for text in (RANDOM, RANDOM, SEEDING)
+    )
+    seed_everything(5)
+    alone = [one(images, prompts) for _ in range(3)]
+    assert not torch.equal(alone[0], alone[1]), "the numbers go on"
+    seed_everything(5)
+    mixed, state = [], None
+    for _ in range(3):
+        other(images, prompts)
+        mixed.append(one(images, prompts))
+        seeding(images, prompts)
+        state = state or random_state()
+    assert all(map(torch.equal, alone, mixed)), "whatever other rewards draw or seed"
+    set_random_state(json.loads(json.dumps(state)))  # as a checkpoint stores it
+    assert torch.equal(one(images, prompts), alone[1])
+    seed_everything(5)
+    torch.rand(len(images))
+    torch.manual_seed(key_seed(5, "process"))
+    assert torch.equal(torch.rand(3), alone[0]), "they begin where earlier versions did"
+
+
+def test_a_run_with_a_random_reward_resumes_to_the_same_numbers(module, tmp_path):
+    common = {**SMALL, "rewards": {f"{module(RANDOM)}:score": 1.0}, "cache": str(tmp_path / "cache")}
+    common |= {"iterations": 2, "prompts_per_iteration": 1, "num_steps": 3, "granularities": [1]}
+    whole = g2rpo.train("tiny", **common, out=str(tmp_path / "whole"))
+    for stop in (1, 2):
+        cut = g2rpo.train("tiny", **common, out=str(tmp_path / "cut"), stop_after=stop)
+    assert timeless(cut.metrics) == timeless(whole.metrics)
+    assert len({line["loss"] for line in whole.metrics}) == 2
+
+
 def test_it_is_put_back_after_a_failure(module):
     before = state()
     text = "torch.set_grad_enabled(False); os.chdir('/'); raise RuntimeError('broken')"
@@ -93,7 +196,7 @@ def test_a_run_stays_in_its_folders_and_has_the_same_numbers(module, tmp_path):
     """Relative `out` and `cache`, and a reward that changes everything it can at each call."""
     common = {**SMALL, "iterations": 2, "checkpoint_every": 1}
     plain = module(PLACES["call"].format("pass"))
-    changing = module(PLACES["call"].format("; ".join(CHANGES[c] for c in CHANGES if "meta" not in c)))
+    changing = module(PLACES["call"].format("; ".join(CHANGES[c] for c in CHANGES if c not in NOT_IN_A_RUN)))
     runs = [
         g2rpo.train("tiny", **common | {"rewards": {f"{name}:score": 1.0}}, out=f"runs/{name}", cache="cache")
         for name in (plain, changing)

@@ -142,7 +142,7 @@ def test_options_that_a_class_of_ones_own_cannot_take(own_rewards, name, options
 
 
 def test_a_missing_package_of_a_reward_is_told_as_it_is(own_rewards):
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
+    with pytest.raises(ValueError, match="a_package_that_nobody_has"):
         load_reward("needs_more:score", torch.device("cpu"))
 
 

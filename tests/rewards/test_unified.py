@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -199,7 +200,8 @@ def test_pauses_double():
 
 
 def test_the_servers_own_pause_is_kept_by_all():
-    with serving(in_turn(Reply(status=429, headers={"Retry-After": "0.4"}), rated(3))) as judge:
+    refused, slow = Reply(status=429, headers={"Retry-After": "0.4"}), replace(rated(3), seconds=0.2)
+    with serving(in_turn(refused, slow, rated(3))) as judge:  # the refusal is read before the second answer
         assert ask(load(judge, concurrency=2), "a", "b", "c") == [3, 3, 3]
     # One of the first two is on its way already; the third waits as the refused one does.
     assert len(judge.requests) == 4 and min(judge.times[2:]) - judge.times[0] >= 0.4

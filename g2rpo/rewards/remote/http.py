@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ class Http:
     Attributes:
         servers: the servers that score.
         batch: maximum number of images per request.
+        contacts_servers: it is checked by contacting the servers, not by a dry call.
         last_error: why samples of the last call have no score, or None.
         tally: counts failures by reason.
     """
 
     servers: Servers
     batch: int
+    contacts_servers: ClassVar[bool] = True
     last_error: str | None = None
     tally: Tally = field(default_factory=lambda: Tally("http"))
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+from g2rpo.runtime.secrets import (
+    HIDDEN,
+    NOT_STORED,
+    masked,
+    not_stored,
+    remember_secret,
+    remember_secrets,
+    shown_address,
+    with_environment,
+)
 
 LOOPBACK_NAMES = (
     "localhost",
@@ -23,6 +35,9 @@ LOOPBACK_NAMES = (
     "ip6-loopback",
 )
 """Names of this machine in /etc/hosts on common systems."""
+
+
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def is_loopback(url: str) -> bool:
@@ -68,7 +83,7 @@ def addresses(reward: str, option: str, urls: Any) -> list[str]:
     if not given or not isinstance(given, list | tuple) or not all(isinstance(url, str) for url in given):
         raise ValueError(
             f"reward {reward} needs {option}, the addresses of its servers, such as "
-            f"{example}; got {urls!r} (docs/rewards.md explains how to start one)"
+            f"{example}; got {masked(repr(urls))} (docs/rewards.md explains how to start one)"
         )
     cleaned = [url.rstrip("/") for url in given]
     for url in cleaned:
@@ -79,7 +94,8 @@ def addresses(reward: str, option: str, urls: Any) -> list[str]:
             valid = False
         if not valid or parts.query or parts.fragment:
             raise ValueError(
-                f"reward {reward}: {option} has {url!r}, which is no http address; use {example}"
+                f"reward {reward}: {option} has {_without_query(url)!r}, which is no http address"
+                f"{' (a query or fragment is not allowed)' if valid else ''}; use {example}"
             )
         if parts.username or parts.password:
             raise ValueError(
@@ -91,25 +107,67 @@ def addresses(reward: str, option: str, urls: Any) -> list[str]:
     return cleaned
 
 
+def _without_query(url: str) -> str:
+    """Returns an address for a message: without user and password, and without the values of a query."""
+    address, mark, _ = url.partition("?")
+    return shown_address(address) + (f"?{HIDDEN}" if mark else "")
+
+
+HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+"""A token of RFC 9110."""
+
+
 def plain_headers(reward: str, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the headers; raises ValueError unless all values are ASCII strings."""
-    headers = dict(headers or {})
-    if not all(isinstance(value, str) and value.isascii() for value in headers.values()):
-        raise ValueError(f"reward {reward}: headers={headers!r} must be a table of ASCII strings")
-    return headers
+    """Returns the headers with `${NAME}` replaced by the environment variable.
+
+    Raises:
+        ValueError: headers is no table of ASCII strings, or a variable is not set. No message quotes a value.
+    """
+    if headers is not None and not isinstance(headers, Mapping):
+        raise ValueError(
+            f"reward {reward}: headers is a {type(headers).__name__}, and must be a table of ASCII strings, "
+            'such as {Authorization = "Bearer ${MY_TOKEN}"}'
+        )
+    checked: dict[str, str] = {}
+    for name, value in (headers or {}).items():
+        if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
+            raise ValueError(f"reward {reward}: headers: {name!r} is no name of a header")
+        where = f"reward {reward}: headers.{name}"
+        if not isinstance(value, str):
+            raise ValueError(f"{where} is a {type(value).__name__}, and must be an ASCII string")
+        if value == NOT_STORED:
+            raise ValueError(not_stored(reward, f"headers.{name}"))
+        value = with_environment(value, where).strip()
+        if not value.isascii() or not value.isprintable():
+            raise ValueError(f"{where} must be an ASCII string without line breaks or control characters")
+        checked[name] = value
+    remember_secrets({"headers": checked})
+    return checked
 
 
 def bearer(reward: str, variable: str | None) -> dict[str, str]:
-    """Returns the Authorization header with the token of an environment variable.
+    """Returns the Authorization header with the token of an environment variable, without surrounding blanks.
 
     Raises:
-        ValueError: the variable is not set.
+        ValueError: the variable is not set, or holds what a header cannot carry. No message quotes it.
     """
     if variable is None:
         return {}
-    if not os.environ.get(variable):
+    if not isinstance(variable, str) or not ENVIRONMENT_NAME.fullmatch(variable):
+        raise ValueError(
+            f"reward {reward}: api_key_env must be the name of an environment variable, such as JUDGE_KEY, "
+            "not the key itself"
+        )
+    token = os.environ.get(variable, "").strip()
+    if not token:
         raise ValueError(
             f"reward {reward}: api_key_env={variable!r}, but that environment variable is not set; "
             f"export {variable}=..., or remove the option if the servers need no key"
         )
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
+    if not token.isascii() or not token.isprintable():
+        raise ValueError(
+            f"reward {reward}: the environment variable {variable} (api_key_env) holds characters that a "
+            "header cannot carry; it must be one line of ASCII text"
+        )
+    remember_secret(token)
+    return {"Authorization": f"Bearer {token}"}

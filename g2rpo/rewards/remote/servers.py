@@ -6,6 +6,9 @@ A request is repeated, on another server if there is one, after a connection err
 The pause doubles from `backoff`, shortened at random by up to a half so that clients do not synchronise, or
 is the server's Retry-After. Any other answer is final. After a request that no server answered, the servers
 count as down: until one answers, each further request is tried once per server, so that a batch ends soon.
+
+Redirects are refused: images and keys go to the given addresses only. An answer is read up to LARGEST_ANSWER
+bytes, and a larger one gives no score. Its content type does not matter, only that it is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from g2rpo.rewards.remote.options import addresses, bearer, integer, is_loopback, number, plain_headers
 from g2rpo.rewards.remote.tally import Failure
+from g2rpo.runtime.secrets import masked, shown_address
 
 if TYPE_CHECKING:
     import ssl
@@ -35,6 +39,12 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE = 60.0
 """Seconds; a server that requests a longer pause is not retried."""
+
+LARGEST_ANSWER = 16 * 2**20
+"""Bytes; of a larger answer no more is read, and it gives no score."""
+
+SHOWN = 200
+"""Maximum number of characters of an unusable answer in a message."""
 
 T = TypeVar("T")
 
@@ -94,18 +104,26 @@ class Servers:
         return run_in_thread(self._post_all(path, bodies))
 
     def get(self, path: str, seconds: float = 10.0) -> dict[str, httpx.Response | Failure]:
-        """Sends one GET request to address + path of every server; the timeout is at most `seconds`."""
+        """Sends one GET request to address + path of every server; the timeout is at most `seconds`.
+
+        Raises:
+            ValueError: a server answers with a redirect, or its answer is larger than LARGEST_ANSWER.
+        """
 
         async def get_one(client: httpx.AsyncClient, url: str) -> httpx.Response | Failure:
             import httpx
 
             try:
                 async with asyncio.timeout(min(seconds, self.timeout)):
-                    return await client.get(url + path)
+                    status, headers, content = await _answer(client, "GET", url + path)
             except TimeoutError:
                 return Failure(f"no answer within {min(seconds, self.timeout):g} s")
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 return Failure(_describe(error))
+            problem = _refusal(status, headers, content)
+            if problem is not None:
+                raise ValueError(f"reward {self.reward}: {url + path} answers with {problem} ({self.option})")
+            return httpx.Response(status, content=content, request=httpx.Request("GET", url + path))
 
         async def get_all() -> dict[str, httpx.Response | Failure]:
             async with self._client() as client:
@@ -183,28 +201,28 @@ class Servers:
 
         try:
             async with asyncio.timeout(self.timeout):
-                response = await client.post(
-                    address, content=content, headers={"Content-Type": "application/json"}
-                )
+                status, headers, body = await _answer(client, "POST", address, content)
         except TimeoutError:
             return _FailedTry(f"no answer within {self.timeout:g} s", answered=False)
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
             return _FailedTry(_describe(error), answered=False, overloaded=True)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             return _FailedTry(_describe(error), final=True)
         self._last_answer, self._down = time.monotonic(), False
-        status = response.status_code
-        if response.is_success:
+        if (problem := _refusal(status, headers, body)) is not None:
+            return _FailedTry(problem, final=True)
+        text = masked((body or b"")[: 4 * SHOWN].decode(errors="replace"))[:SHOWN]
+        if 200 <= status < 300 and body is not None:
             with suppress(ValueError, RecursionError):  # also invalid UTF-8 and unlimited nesting
-                return response.json()
-            return _FailedTry("the answer is not JSON", response.text[:200], final=True)
+                return json.loads(body)
+            return _FailedTry("the answer is not JSON", text, final=True)
         final = status != 429 and status < 500
         return _FailedTry(
             f"HTTP {status}",
-            response.text[:200],
+            text,
             final=final,
             overloaded=status in (429, 503),
-            pause=retry_after(response.headers.get("Retry-After")),
+            pause=retry_after(headers.get("Retry-After")),
         )
 
 
@@ -269,5 +287,37 @@ def retry_after(header: str | None) -> float | None:
     return None
 
 
+async def _answer(
+    client: httpx.AsyncClient, method: str, address: str, content: bytes | None = None
+) -> tuple[int, httpx.Headers, bytes | None]:
+    """Returns status, headers and body of an answer; None in place of a body above LARGEST_ANSWER."""
+    sent = {} if content is None else {"Content-Type": "application/json"}
+    async with client.stream(
+        method, address, content=content, headers=sent, follow_redirects=False
+    ) as response:
+        declared = response.headers.get("Content-Length", "")
+        if declared.isdigit() and int(declared) > LARGEST_ANSWER:
+            return response.status_code, response.headers, None
+        body = bytearray()
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > LARGEST_ANSWER:
+                return response.status_code, response.headers, None
+        return response.status_code, response.headers, bytes(body)
+
+
+def _refusal(status: int, headers: httpx.Headers, body: bytes | None) -> str | None:
+    """Describes a redirect, or an answer that is too large; None for any other answer."""
+    if 300 <= status < 400:
+        target = shown_address(headers.get("Location", "")).partition("?")[0][:SHOWN]
+        return (
+            f"HTTP {status}, a redirect{f' to {target}' if target else ''}, which is not followed: images "
+            "and keys go to the given address only; give the final one"
+        )
+    if body is None:
+        return f"more than {LARGEST_ANSWER >> 20} MiB, which is not read (HTTP {status})"
+    return None
+
+
 def _describe(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return masked(" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"))

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from g2rpo.runtime.secrets import masked
+
 LOG = logging.getLogger(__name__)
 
 
@@ -44,7 +46,7 @@ class Tally:
                     "not printed",
                     self.reward,
                     failure.reason,
-                    f" ({_short(failure.example)})" if failure.example else "",
+                    f" ({_short(masked(failure.example))})" if failure.example else "",
                 )
             self.counts[failure.reason] += 1
         if not failures:

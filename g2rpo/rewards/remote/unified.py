@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Unified:
         source: origin of the template, for `describe`.
         image_format: "png" or "jpeg".
         max_tokens: maximum number of tokens per answer.
+        contacts_servers: it is checked by contacting the servers, not by a dry call.
         last_error: why samples of the last call have no score, or None.
         tally: counts failures by reason.
     """
@@ -89,6 +90,7 @@ class Unified:
     source: str
     image_format: str
     max_tokens: int
+    contacts_servers: ClassVar[bool] = True
     last_error: str | None = None
     tally: Tally = field(default_factory=lambda: Tally("unified"))
 

@@ -1,0 +1,94 @@
+"""The check of a run's rewards before its model is loaded: a dry call with two of its own prompts.
+
+All processes check together, so that an error on one of them stops all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from g2rpo.config.settings import Settings
+from g2rpo.data.prompts import Prompt
+from g2rpo.models.options import Size
+from g2rpo.models.policy import Policy
+from g2rpo.models.registry import model_shape
+from g2rpo.rewards.checked import CheckedReward
+from g2rpo.rewards.dry_call import dry_call
+from g2rpo.rewards.model_reward import scoring
+from g2rpo.runtime.processes import StopTogether, world_size
+from g2rpo.training.run_prompts import RunPrompts
+
+DEFAULT_SIZE: Size = (512, 512)
+"""Size of the blank images where the size of the run's images is known only to a given policy."""
+
+
+def loaded_and_checked(
+    load: Callable[[], dict[str, CheckedReward]],
+    settings: Settings,
+    prompts: RunPrompts,
+    device: torch.device,
+    policy: Policy | None,
+) -> dict[str, CheckedReward]:
+    """Loads the rewards of a run and calls each with two blank images.
+
+    Args:
+        load: loads them.
+        settings: settings of the run.
+        prompts: of the run; a reward gets two that it will score.
+        device: where the images are.
+        policy: the given policy, if there is one.
+
+    Raises:
+        ValueError: a reward that cannot be loaded, or whose dry call fails. Among several processes it is a
+            StopTogether, which `run_together` raises on all of them.
+    """
+    try:
+        rewards = load()
+        _dry_calls(rewards, settings, prompts, device, policy)
+        return rewards
+    except StopTogether:
+        raise
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        raise StopTogether(f"{error}" if isinstance(error, ValueError) else repr(error)) from error
+
+
+def _dry_calls(
+    rewards: Mapping[str, CheckedReward],
+    settings: Settings,
+    prompts: RunPrompts,
+    device: torch.device,
+    policy: Policy | None,
+) -> None:
+    evaluated = prompts.evaluation.evaluated
+    size = _image_size(settings, policy)
+    with scoring(rewards.values()):
+        for name, reward in rewards.items():
+            pairs = [(prompt.text, prompt.metadata) for prompt in _two(prompts.trained or prompts.source)]
+            if name not in settings.rewards and evaluated is not None:
+                pairs = list(zip(evaluated.prompts[:2], evaluated.metadata[:2], strict=True))
+            pairs = (pairs * 2)[:2]
+            dry_call(
+                reward,
+                [text for text, _ in pairs],
+                [metadata for _, metadata in pairs],
+                size,
+                device=device,
+                group_size=settings.group_size,
+                raises=settings.max_invalid_fraction < 1,
+            )
+
+
+def _two(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return list(prompts[:2])
+
+
+def _image_size(settings: Settings, policy: Policy | None) -> Size:
+    options = settings.policy_options()
+    if policy is None:
+        shape = model_shape(settings.model, options, family=settings.family)
+        return shape.height_px, shape.width_px
+    return options.resolution or DEFAULT_SIZE
