@@ -22,6 +22,20 @@ def check_rewards(settings: Settings) -> None:
         raise ValueError(f"reward_options for {unused[0]!r}, which is in neither rewards nor eval_rewards")
 
 
+def check_noise(settings: Settings) -> None:
+    """Antithetic noise couples the members of a group in pairs.
+
+    Runs that began without this check can be resumed, and their settings can be read.
+    """
+    begun = (Path(settings.out).expanduser() / "config.toml").is_file()
+    if settings.noise == "antithetic" and settings.group_size % 2 and not begun:
+        even = " or ".join(str(size) for size in (settings.group_size - 1, settings.group_size + 1))
+        raise ValueError(
+            f"noise='antithetic' pairs the members of a group, and group_size={settings.group_size} leaves "
+            f"one without a partner; use group_size={even}"
+        )
+
+
 def check_evaluation(settings: Settings) -> None:
     """Evaluations need prompts, and keep_best needs evaluations by its reward."""
     if settings.eval_every and settings.eval_prompts is None:
@@ -99,8 +113,10 @@ def check_files(settings: Settings) -> None:
     """Prompts and weights must exist, and the run folder and the cache must be writable.
 
     Raises:
-        ValueError: no such prompt source or weight file, or a folder that cannot be made or written.
+        ValueError: an odd group of antithetic noise, no such prompt source or weight file, or a folder that
+            cannot be made or written.
     """
+    check_noise(settings)
     check_source(settings.prompts)
     if settings.eval_prompts is not None:
         check_source(settings.eval_prompts)

@@ -36,6 +36,8 @@ def plan_here(
         memory_gb: memory of a device in GB; None = that of this machine's GPU.
         num_texts: number of distinct texts that the run encodes (`RunPrompts.texts`); None = an upper bound.
 
+    As in training, there are no more evaluation prompts than the source has.
+
     Raises:
         ValueError: a GPU that is not in the table, or an error of `plan_costs`.
     """
@@ -44,6 +46,7 @@ def plan_here(
             f"--gpu {gpu}: the table of measured times has {', '.join(TABLE)}; give "
             "--seconds-per-forward, or use --measure on such a machine"
         )
+    settings = with_available_prompts(settings)
     here = settings.device != "cpu" and torch.cuda.is_available()
     memory_bytes = None if memory_gb is None else round(memory_gb * 1e9)
     if here and memory_bytes is None:
@@ -71,6 +74,14 @@ def plan_here(
         )
         costs = replace(costs, notes=(*costs.notes, unknown))
     return costs
+
+
+def with_available_prompts(settings: Settings) -> Settings:
+    """The settings with no more evaluation prompts than their source has."""
+    if settings.eval_prompts is None:
+        return settings
+    available = len(read_prompts(settings.eval_prompts)[0])
+    return settings.model_copy(update={"num_eval_prompts": min(settings.num_eval_prompts, available)})
 
 
 def _measured(settings: Settings) -> Speeds:

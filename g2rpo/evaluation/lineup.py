@@ -23,6 +23,7 @@ from g2rpo.flow.schedule import Shift
 from g2rpo.inference.images import save_png
 from g2rpo.inference.names import labels_of, model_state, own_conditions
 from g2rpo.inference.sample import SampleRequest, Segment, sample_images, sample_segments
+from g2rpo.models.family import truncation_lines
 from g2rpo.models.policy import Policy
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.interrupt import Interrupt
@@ -64,6 +65,7 @@ class Lineup:
             ValueError: no such model, or OUT holds the results of other settings.
         """
         self.request, self.out, self.say = request, out, say
+        self.truncations: set[str] = set()
         self.labels = labels_of(models, labels)
         self.models = dict(zip(self.labels, models, strict=True))
         for model in [*models, *([] if request.then is None else [request.then])]:
@@ -168,6 +170,10 @@ class Lineup:
         self.write()
         count = sum(len(batch) for _, batch in missing)
         self.say(f"{label}: {count} images to sample" + self._other_conditions(label))
+        for line in truncation_lines(policy, self.request.texts):
+            if line not in self.truncations:  # once for all models with the same encoders
+                self.truncations.add(line)
+                self.say(line)
         if len(missing) < world_size():
             self.say(
                 f"{len(missing)} batches for {world_size()} processes; a smaller --batch would use them all"

@@ -148,7 +148,7 @@ class Trainer:
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
         if kept.get("iteration", 0) > 0:
             self.comparison = self.comparison.resumed(self.out)
-        self.prompt_report = "; ".join(filter(None, (str(prompts.report), self.comparison.note)))
+        self.prompt_report = "; ".join(filter(None, (*prompts.lines, self.comparison.note)))
 
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
