@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from g2rpo.algorithms.registry import PRESET_OPTIONS, algorithms_with
+from g2rpo.algorithms.options import defaults_of
+from g2rpo.algorithms.registry import PRESET_OPTIONS, PRESETS, algorithms_with
 from g2rpo.runtime.text import did_you_mean
 
 NAMES_ELSEWHERE = {
@@ -113,8 +114,8 @@ def _name_for(key: str, known: list[str]) -> str | None:
 
 def _owner(name: str, settings: Mapping[str, Any], algorithm: str) -> str:
     """Says which algorithms have an option that the run's algorithm lacks."""
-    owners = algorithms_with(name)
-    if name in settings or not owners or algorithm in owners:
+    owners, own = algorithms_with(name), PRESETS.get(algorithm)
+    if name in settings or not owners or own is None or name in defaults_of(own):
         return ""
     return f" It is an option of algorithm={' and '.join(owners)}, and this run has algorithm={algorithm}"
 
