@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationInfo, field_validator
 
-from g2rpo.algorithms.options import Count, Positive, check_numbers, options
+from g2rpo.algorithms.options import Count, Positive, options
+from g2rpo.runtime.values import check_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor

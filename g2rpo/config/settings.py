@@ -26,9 +26,6 @@ from g2rpo.algorithms.options import (
     NotNegative,
     Positive,
     Text,
-    check_numbers,
-    check_texts,
-    is_text,
 )
 from g2rpo.algorithms.registry import (
     PRESET_OPTIONS,
@@ -52,6 +49,7 @@ from g2rpo.models.options import (
     plain_resolution,
 )
 from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.values import check_numbers, check_texts, is_text
 
 if TYPE_CHECKING:
     from g2rpo.algorithms.base import Algorithm

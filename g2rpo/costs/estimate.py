@@ -12,7 +12,7 @@ from g2rpo.costs.memory import agreed_rollout_batch, shape_of_run
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
 from g2rpo.models.registry import load_policy
-from g2rpo.rewards.registry import load_rewards
+from g2rpo.rewards.registry import check_reward_options, load_rewards
 from g2rpo.runtime.processes import resolve_device
 
 
@@ -46,6 +46,8 @@ def plan_here(
             f"--gpu {gpu}: the table of measured times has {', '.join(TABLE)}; give "
             "--seconds-per-forward, or use --measure on such a machine"
         )
+    for reward, options in settings.reward_options.items():
+        check_reward_options(reward, options)
     settings = with_available_prompts(settings)
     here = settings.device != "cpu" and torch.cuda.is_available()
     memory_bytes = None if memory_gb is None else round(memory_gb * 1e9)

@@ -116,3 +116,42 @@ def test_what_is_valid_but_hardly_meant_is_noted(tmp_path):
     assert "granularities: 6" in note and "num_steps=6" in note
     assert settings_notes("tiny", load_settings("tiny", ["granularities=[1,5]", "train_steps=2"])) == []
     assert settings_notes("tiny", load_settings("tiny", ["algorithm=nft"])) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("{clip={batch=true}}", "reward 'clip': option batch = True: true is not a number"),
+        ("{clip={heads=[true]}}", "reward 'clip': option heads = [True]: true is not a number"),
+        ("{clip={path=1e3}}", "reward 'clip': option path = 1000.0: 1000.0 is not text; write it in quotes"),
+        ("{clip={pth='x'}}", "reward 'clip' has no option 'pth'; did you mean 'path'?"),
+    ],
+)
+def test_options_of_rewards_are_checked_by_plan(options, said):
+    from g2rpo.costs.estimate import plan_here
+
+    settings = load_settings("tiny", ["rewards={clip=1.0}", f"reward_options={options}"])
+    with pytest.raises(ValueError) as caught:
+        plan_here(settings)
+    assert said in str(caught.value)
+
+
+def test_plan_counts_the_evaluation_prompts_that_there_are(tmp_path):
+    """As training does, which takes the prompts from the start of the source."""
+    from g2rpo.costs.estimate import plan_here
+    from g2rpo.training.run_prompts import RunPrompts
+
+    (tmp_path / "two.txt").write_text("a red circle\na blue star\n")
+    overrides = ["iterations=2", "eval_every=1", "compare_images=0", "sample_every=0", "eval_num_steps=4"]
+    forwards = {}
+    for count in (1, 2, 3, 100_000):
+        given = [*overrides, f"eval_prompts={tmp_path / 'two.txt'}", f"num_eval_prompts={count}"]
+        settings = load_settings("tiny", given)
+        evaluated = RunPrompts.of(settings).evaluation.evaluated
+        assert evaluated is not None
+        # Three evaluations of 4 steps, and two grids of num_sample_prompts images.
+        grids = 2 * settings.num_sample_prompts
+        forwards[count] = plan_here(settings).eval_forwards
+        assert forwards[count] == 4 * (3 * len(evaluated.prompts) + grids)
+    assert forwards[2] == forwards[3] == forwards[100_000] != forwards[1]
+    assert any("has 2 prompts for num_eval_prompts=100000" in note for note in RunPrompts.of(settings).notes)
