@@ -61,7 +61,8 @@ def test_prompts_that_an_encoder_truncates_are_counted(in_folder):
     (in_folder / "p.txt").write_text(f"{long}\na red circle\n{long} and more\n")
     line = "T5 truncates 2 prompts to 20 tokens"
     run = said(
-        "train", "tiny", *SMALLEST, "prompts=p.txt", "out=run", "cache=cache", "rewards={tiny_clip=1.0}"
+        *("train", "tiny", *SMALLEST, "prompts_per_iteration=3", "prompts=p.txt"),
+        *("out=run", "cache=cache", "rewards={tiny_clip=1.0}"),
     )
     assert run.count(line) == 1, run
     sampled = said("sample", "tiny", "--compare", "tiny@g2rpo", "--prompts", "p.txt", "--steps", "1")
