@@ -444,7 +444,7 @@ def _from_parquet(path: Path, notes: list[str]) -> Iterator[Record]:
         raise ValueError(f"{path}: parquet needs pyarrow; pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a parquet file, or one that is cut off: {error}") from error
     row = 0
     try:

@@ -79,7 +79,10 @@ def check_source(source: str) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder, not a prompt file; give a file or world:NAME")
     if not path.is_file():
-        raise ValueError(f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME")
+        count = "; for a number of evaluation prompts, set num_eval_prompts" if source.isdigit() else ""
+        raise ValueError(
+            f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME{count}"
+        )
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(
             f"{path}: prompt files end in {', '.join(SUFFIXES)}, not in {path.suffix or 'no suffix'}"

@@ -224,7 +224,10 @@ def _by_their_text(folder: Path, names: list[str]) -> tuple[list[Item], list[str
             f"{_first_names(without)}; give --prompts (one per image, in sorted order) or --map (columns "
             "file and prompt)"
         )
-    items = [Item(name, folder / name, prompt or "", {}) for name, (prompt, _) in own.items()]
+    items = [
+        Item(name, folder / name, "" if prompt is None else checked_text(prompt, f"{folder / name}"), {})
+        for name, (prompt, _) in own.items()
+    ]
     models = {name: str(info.get("model", "unnamed")) for name, (prompt, info) in own.items() if prompt}
     return items, _mixed(models)
 
