@@ -8,11 +8,29 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from g2rpo.data.prompt_files import bad_character
 from g2rpo.data.prompts import check_source
+
+PATHS = ("model", "weights", "prompts", "eval_prompts", "out", "cache")
+"""Settings that are, or may be, paths."""
+MAX_NAME_BYTES = 255
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
     from g2rpo.objectives.base import Objective
+
+
+def check_text(name: str, value: str) -> None:
+    """Text holds no control characters, and the names of a path are not too long for a file system."""
+    if bad := bad_character(value):
+        raise ValueError(f"the text contains {bad}; remove it")
+    if name in PATHS and value.startswith("~"):
+        try:
+            Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{error} for {value.split('/')[0]}; give the full path") from error
+    if name in PATHS and any(len(part.encode()) > MAX_NAME_BYTES for part in value.split("/")):
+        raise ValueError(f"a name in this path is longer than {MAX_NAME_BYTES} bytes; give a shorter one")
 
 
 def check_rewards(settings: Settings) -> None:
@@ -117,9 +135,13 @@ def check_files(settings: Settings) -> None:
             cannot be made or written.
     """
     check_noise(settings)
-    check_source(settings.prompts)
-    if settings.eval_prompts is not None:
-        check_source(settings.eval_prompts)
+    for key, source in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts)):
+        if source is None:
+            continue
+        try:
+            check_source(source)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
     model = settings.model
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(

@@ -18,7 +18,7 @@ from g2rpo.config.hints import HINTS, suggestion, wrong_place
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
 from g2rpo.config.settings import Settings, text_names
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.text import did_you_mean, shortened
 
 __all__ = ["Settings", "load_settings", "read_settings", "check_same_run"]
 
@@ -172,7 +172,8 @@ def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, A
             elif key in lines:
                 lines[key] = f"{lines[key]}, or: {message}"
             elif key:
-                lines[key] = f"{source}: {key} = {values.get(key)!r}: {message}{HINTS.get(key, '')}"
+                shown = shortened(repr(values.get(key)), 200)
+                lines[key] = f"{source}: {key} = {shown}: {message}{HINTS.get(key, '')}"
             else:
                 lines[key] = f"{recipe}{' with overrides' if given else ''}: {message}"
         raise ValueError("\n".join(lines.values())) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.config.toml_problems import toml_problem
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.text import did_you_mean, shortened
 
 DEFAULT_RECIPE = "tiny"
 
@@ -37,7 +37,11 @@ def recipe_text(recipe: str | Path | None) -> tuple[str, str]:
     """
     recipe = DEFAULT_RECIPE if recipe is None else recipe
     path = Path(recipe).expanduser()
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"recipe {shortened(str(recipe))!r}: {error.strerror}") from error
+    if is_file:
         try:
             return path.read_text(encoding="utf-8-sig"), str(path)
         except UnicodeDecodeError as error:

@@ -278,6 +278,8 @@ class Settings(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         check_numbers(annotation, value)
         check_texts(annotation, value)
+        if isinstance(value, str):
+            checks.check_text(info.field_name or "", value)
         return value
 
     @field_validator("resolution", mode="before")

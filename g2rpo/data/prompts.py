@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.data.prompt_files import EMPTY_LINE, Record, bad_character, check_fields, file_records
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.text import did_you_mean, shortened
 
 MAX_CHARACTERS = 2500
 SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet")
@@ -76,9 +76,15 @@ def check_source(source: str) -> None:
             raise ValueError(f"unknown prompts {source!r}; use {known}{did_you_mean(name, PROMPT_SETS)}")
         return
     path = Path(source).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(
+            f"prompt file {shortened(source)!r}: {error.strerror}; give a file or world:NAME"
+        ) from error
+    if is_folder:
         raise ValueError(f"{path} is a folder, not a prompt file; give a file or world:NAME")
-    if not path.is_file():
+    if not is_file:
         count = "; for a number of evaluation prompts, set num_eval_prompts" if source.isdigit() else ""
         raise ValueError(
             f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME{count}"
@@ -142,9 +148,7 @@ def checked_text(text: Any, where: str) -> str:
         ValueError: it is no string, empty, longer than MAX_CHARACTERS, or has damaged characters.
     """
     if not isinstance(text, str):
-        shown = repr(text)
-        shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
-        raise ValueError(f"{where}: a prompt must be a string, got {shown}")
+        raise ValueError(f"{where}: a prompt must be a string, got {shortened(repr(text))}")
     if bad := bad_character(text):
         raise ValueError(f"{where}: the prompt contains {bad}; remove it")
     text = text.strip()

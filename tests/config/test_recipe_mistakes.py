@@ -59,6 +59,13 @@ RECIPES = {
     'rewards = "ocr"\n': ["table of names and weights", 'rewards = {"ocr" = 1.0}'],
     "rewards = {verifer = 1.0}\n": ["no reward 'verifer'", "did you mean 'verifier'"],
     'noise = "antithetic"\ngroup_size = 5\n': ["antithetic", "group_size=5", "4 or 6"],
+    f'out = "{"x" * 300}"\n': ["out = ", "longer than 255 bytes"],
+    f'prompts = "a/{"é" * 200}.txt"\n': ["prompts = ", "longer than 255 bytes"],
+    'out = "~no_such_user_here/run"\n': ["out = ", "home directory", "~no_such_user_here", "full path"],
+    'out = "a\\u0000b"\n': ["out = ", "U+0000"],
+    'negative_prompt = "\\u001b[0m"\n': ["negative_prompt", "U+001B"],
+    'prompts = "nowhere.txt"\n': ["prompts: no prompt file 'nowhere.txt'"],
+    'eval_prompts = "100000"\n': ["eval_prompts: no prompt file '100000'", "num_eval_prompts"],
     "num_steps = 8\ngranularities = [1, 50]\n": ["train_steps=8", "granularity 50", "num_steps"],
 }
 
@@ -70,7 +77,9 @@ def test_a_mistake_in_a_recipe(tmp_path, text):
     with pytest.raises(ValueError) as caught:
         load_settings(tmp_path / "r.toml", {} if text.startswith("out") else {"out": str(tmp_path / "run")})
     message = str(caught.value)
-    assert "r.toml" in message and not [part for part in said if part not in message], message
+    assert ("r.toml" in message or "no prompt file" in message) and not [
+        part for part in said if part not in message
+    ], message
 
 
 @pytest.mark.parametrize(
