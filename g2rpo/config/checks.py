@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g2rpo.data.prompt_files import bad_character
+from g2rpo.data.prompt_records import bad_character
 from g2rpo.data.prompts import check_source
 
 PATHS = ("model", "weights", "prompts", "eval_prompts", "out", "cache")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from g2rpo.data.prompt_files import EMPTY_LINE, Record, bad_character, check_fields, file_records
+from g2rpo.data.prompt_files import file_records
+from g2rpo.data.prompt_records import EMPTY_LINE, Record, bad_character, check_fields
 from g2rpo.runtime.text import did_you_mean, shortened
 
 MAX_CHARACTERS = 2500

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from g2rpo.data.prompts import EMPTY_LINE, check_fields, check_source, checked_text, records
+from g2rpo.data.prompt_records import EMPTY_LINE, check_fields
+from g2rpo.data.prompts import check_source, checked_text, records
 from g2rpo.evaluation.image_files import UNREADABLE, UnreadableImage, size_of
 from g2rpo.inference.images import read_png_text
 

@@ -271,7 +271,10 @@ def _check_options(name: str, factory: Any, options: Options) -> None:
                 f"reward {name!r} has no option {option!r}{did_you_mean(option, known)}; {allowed}"
             )
     try:
-        annotations = get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
+        # A class is created by its __init__, whose annotations are the options'.
+        annotations = get_type_hints(
+            vars(factory).get("__init__", factory) if isinstance(factory, type) else factory
+        )
     except (AttributeError, NameError, TypeError):  # unresolved annotations of a user's code
         return
     for option, value in options.items():
