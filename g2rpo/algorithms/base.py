@@ -13,9 +13,12 @@ These files import torch in their methods only, because reading settings must no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationInfo, field_validator
 
 from g2rpo.algorithms.options import Count, Positive, options
+from g2rpo.runtime.values import check_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +36,12 @@ class Algorithm:
     """T: denoising steps of a training image. All costs except decoding grow with it."""
     shift: Positive = 3.0
     """Shift s of the sigmas, sigma = s t / (1 + (s - 1) t). 1 = even steps."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        check_numbers(vars(cls)["__pydantic_fields__"][info.field_name].annotation, value)
+        return value
 
     def __post_init__(self) -> None:
         self.plan(0, 0)  # raises ValueError if the plan rule does not fit the options

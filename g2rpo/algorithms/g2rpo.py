@@ -50,8 +50,13 @@ class G2RPOSingle(GRPO, _NoiseSteps):
             raise ValueError(
                 f"train_steps={shown} reaches noise step {last}, but with num_steps={self.num_steps} "
                 f"the last to explore is {self.num_steps - 2}: a denoising step must follow the noise"
+                f"{self._beyond()}"
             )
         super().__post_init__()
+
+    def _beyond(self) -> str:
+        """What else does not fit num_steps, for the message."""
+        return ""
 
     def plan_rule(self) -> Singular:
         """Returns the rule that explores each of train_steps by itself."""
@@ -72,6 +77,10 @@ class G2RPOSingle(GRPO, _NoiseSteps):
 @options
 class G2RPO(G2RPOSingle, _Tails):
     """G2RPO (arXiv:2510.01982): one noise step at a time, evaluated at several granularities."""
+
+    def _beyond(self) -> str:
+        largest = max(self.granularities)
+        return f"; granularity {largest} reaches beyond num_steps, too" if largest >= self.num_steps else ""
 
     def plan_rule(self) -> Singular:
         """Returns the rule that explores each of train_steps by itself, with a tail per granularity."""

@@ -13,7 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, dataclass_transform, overload
+from typing import (
+    Annotated,
+    Any,
+    TypeVar,
+    dataclass_transform,
+    overload,
+)
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass

@@ -85,6 +85,11 @@ def algorithm_defaults(algorithm: str) -> dict[str, Any]:
     return defaults_of(algorithm_class(algorithm))
 
 
+def algorithms_with(option: str) -> list[str]:
+    """Returns the shipped algorithms that have an option."""
+    return [name for name, preset in PRESETS.items() if option in defaults_of(preset)]
+
+
 def make_algorithm(algorithm: str, options: Mapping[str, Any], similar: Iterable[str] = ()) -> Algorithm:
     """Returns the algorithm with the given options set.
 
@@ -100,8 +105,13 @@ def make_algorithm(algorithm: str, options: Mapping[str, Any], similar: Iterable
     if unknown := [name for name in options if name not in known]:
         names = [*known, *similar]
         hint = "".join(did_you_mean(name, names) for name in unknown) if is_custom(algorithm) else ""
+        owners = "".join(
+            f". {name} is an option of {', '.join(algorithms)}"
+            for name in unknown
+            if (algorithms := algorithms_with(name))
+        )
         raise ValueError(
-            f"algorithm={algorithm!r} takes no {', '.join(unknown)}; it would have no effect{hint}. "
+            f"algorithm={algorithm!r} takes no {', '.join(unknown)}; it would have no effect{hint}{owners}. "
             f"Its options are {', '.join(known)}; to remove one from a recipe, set {unknown[0]}=none"
         )
     try:

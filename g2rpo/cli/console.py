@@ -141,7 +141,7 @@ def prompt_texts(prompts: list[str], source: str | None) -> list[str]:
     Raises:
         ValueError: a prompt is empty or too long, or there is none.
     """
-    from g2rpo.data.prompts import MAX_CHARACTERS, read_prompts
+    from g2rpo.data.prompts import MAX_CHARACTERS, checked_text, read_prompts
 
     texts = [text.strip() for text in prompts]
     for text in texts:
@@ -150,6 +150,7 @@ def prompt_texts(prompts: list[str], source: str | None) -> list[str]:
                 f"--prompt: a prompt has 1 to {MAX_CHARACTERS} characters, this one has {len(text)}"
                 + (f": {text[:40]}…" if text else "")
             )
+        checked_text(text, "--prompt")
     if source is not None:
         from_source, report = read_prompts(source)
         print(report)

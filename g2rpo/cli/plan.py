@@ -49,17 +49,20 @@ def plan(
       g2rpo plan my.toml --processes 8 --memory 80 --seconds-per-forward 0.35
     """
     from g2rpo.config.load import load_settings
+    from g2rpo.config.notes import settings_notes
 
     if sum((measure, seconds_per_forward is not None, gpu is not None)) > 1:
         raise ValueError("--measure, --gpu and --seconds-per-forward all set the speed; give one of them")
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
-    settings = load_settings(*recipe_and_overrides(recipe, overrides))
+    given, changes = recipe_and_overrides(recipe, overrides)
+    settings = load_settings(given, changes)
     sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.estimate import plan_here
     from g2rpo.costs.table import table_rows, verdict_lines
     from g2rpo.training.run_prompts import RunPrompts
 
+    prompts = RunPrompts.of(settings)
     costs = plan_here(
         settings,
         num_processes=processes,
@@ -67,11 +70,11 @@ def plan(
         measured=measure,
         gpu=gpu,
         memory_gb=memory,
-        num_texts=len(RunPrompts.of(settings).texts),
+        num_texts=len(prompts.texts),
     )
     for line in verdict_lines(costs):
         print(line)
     print_table(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
-    for note in costs.notes:
+    for note in (*settings_notes(given, settings), *prompts.notes, *costs.notes):
         if note not in (costs.fit or ()):
             print(f"note: {note}")

@@ -29,7 +29,7 @@ def sample(
         str | None, typer.Option(help="File of prompts, or world:NAME for a set of the embedded world.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts.")] = None,
-    out: Annotated[Path, typer.Option(help="Output folder; files of the same name are replaced.")] = Path(
+    out: Annotated[Path, typer.Option(help="Output folder; images of an earlier call are replaced.")] = Path(
         "samples"
     ),
     compare: Annotated[

@@ -42,7 +42,8 @@ def score(
     counted and left out of the means.
 
     Ctrl-C keeps finished scores (exit code 130). Run the same command to continue; it retries images without
-    a score. The exit code is 1 if a reward has no score for any image.
+    a score. Files that cannot be read as images are listed and have empty rows. The exit code is 1 if there
+    are any, or if a reward has no score for any image.
 
     \b
     Examples:
@@ -70,6 +71,8 @@ def score(
     ]
     print_table(("reward", "mean", "± SE", "n", "invalid"), rows)
     print(f"{done.out / 'scores.csv'} has one row per image, {done.out / 'scores.json'} the means")
+    if done.unreadable:
+        print(f"note: the means leave out {len(done.unreadable)} files that cannot be read; see above")
     for name, summary in done.rewards.items():
         if summary.invalid:
             reason = f": {done.why[name]}" if name in done.why else ""
@@ -77,7 +80,7 @@ def score(
             print(f"note: {summary.invalid} of {total} images have no score by {name}{reason}")
     if done.interrupted:
         raise typer.Exit(130)
-    if any(summary.n == 0 for summary in done.rewards.values()):
+    if done.unreadable or any(summary.n == 0 for summary in done.rewards.values()):
         raise typer.Exit(1)
 
 

@@ -33,12 +33,17 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
       g2rpo train my.toml rewards.tiny_clip=0.5 'granularities=[1,2]'
     """
     from g2rpo.config.load import load_settings
+    from g2rpo.config.notes import settings_notes
 
-    settings = load_settings(*recipe_and_overrides(recipe, overrides))
+    given, changes = recipe_and_overrides(recipe, overrides)
+    settings = load_settings(given, changes)
     sys.path.append(os.getcwd())  # like `python -m g2rpo`, so that rewards.my_file:score=1 finds ./my_file.py
-    from g2rpo.runtime.processes import is_first_process
+    from g2rpo.runtime.processes import environment_number, is_first_process
     from g2rpo.training.trainer import train as train_run
 
+    if environment_number("RANK", 0) == 0:
+        for note in settings_notes(given, settings):
+            print(f"note: {note}")
     run = train_run(settings)
     if run.interrupted:
         raise typer.Exit(130)

@@ -8,12 +8,30 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from g2rpo.data.prompt_records import bad_character
 from g2rpo.data.prompts import check_source
 from g2rpo.models.loading.damage import file_note
+
+PATHS = ("model", "weights", "prompts", "eval_prompts", "out", "cache")
+"""Settings that are, or may be, paths."""
+MAX_NAME_BYTES = 255
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
     from g2rpo.objectives.base import Objective
+
+
+def check_text(name: str, value: str) -> None:
+    """Text holds no control characters, and the names of a path are not too long for a file system."""
+    if bad := bad_character(value):
+        raise ValueError(f"the text contains {bad}; remove it")
+    if name in PATHS and value.startswith("~"):
+        try:
+            Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{error} for {value.split('/')[0]}; give the full path") from error
+    if name in PATHS and any(len(part.encode()) > MAX_NAME_BYTES for part in value.split("/")):
+        raise ValueError(f"a name in this path is longer than {MAX_NAME_BYTES} bytes; give a shorter one")
 
 
 def check_rewards(settings: Settings) -> None:
@@ -21,6 +39,20 @@ def check_rewards(settings: Settings) -> None:
     used = {*settings.rewards, *settings.eval_rewards}
     if unused := [name for name in settings.reward_options if name not in used]:
         raise ValueError(f"reward_options for {unused[0]!r}, which is in neither rewards nor eval_rewards")
+
+
+def check_noise(settings: Settings) -> None:
+    """Antithetic noise couples the members of a group in pairs.
+
+    Runs that began without this check can be resumed, and their settings can be read.
+    """
+    begun = (Path(settings.out).expanduser() / "config.toml").is_file()
+    if settings.noise == "antithetic" and settings.group_size % 2 and not begun:
+        even = " or ".join(str(size) for size in (settings.group_size - 1, settings.group_size + 1))
+        raise ValueError(
+            f"noise='antithetic' pairs the members of a group, and group_size={settings.group_size} leaves "
+            f"one without a partner; use group_size={even}"
+        )
 
 
 def check_evaluation(settings: Settings) -> None:
@@ -100,11 +132,17 @@ def check_files(settings: Settings) -> None:
     """Prompts and weights must exist, and the run folder and the cache must be writable.
 
     Raises:
-        ValueError: no such prompt source or weight file, or a folder that cannot be made or written.
+        ValueError: an odd group of antithetic noise, no such prompt source or weight file, or a folder that
+            cannot be made or written.
     """
-    check_source(settings.prompts)
-    if settings.eval_prompts is not None:
-        check_source(settings.eval_prompts)
+    check_noise(settings)
+    for key, source in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts)):
+        if source is None:
+            continue
+        try:
+            check_source(source)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
     model = settings.model
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(

@@ -6,7 +6,7 @@
 An unknown key, a value out of range or an option without effect raises ValueError, which says what to write.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError, algorithm_defaults, is_custom
 from g2rpo.config import checks
+from g2rpo.config.hints import HINTS, suggestion, wrong_place
 from g2rpo.config.identity import check_same_run
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
-from g2rpo.config.settings import Settings
+from g2rpo.config.settings import Settings, text_names
 from g2rpo.runtime.secrets import remember_secrets
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.text import did_you_mean, shortened
 
 __all__ = ["Settings", "load_settings", "read_settings", "check_same_run"]
 
@@ -26,21 +27,6 @@ ALIASES = {"steps": "iterations"}
 
 OPTIONS = "options"
 """Table of a recipe with options for algorithms other than its own: [options.NAME]."""
-
-NAMES_ELSEWHERE = {
-    "learning_rate": "lr",
-    "output_dir": "out",
-    "num_generations": "group_size",
-    "beta": "kl_beta",
-    "max_train_steps": "iterations",
-    "batch_size": "prompts_per_iteration",
-}
-"""Names in other trainers -> names here, where they differ too much for the spelling suggestion."""
-
-HINTS = {
-    "group_size": "; a group needs at least 2 images to compare (the paper's 12 is a good start)",
-    "granularities": "; 1 takes every step, 2 every second one (the paper uses [1, 2, 3])",
-}
 
 
 def load_settings(
@@ -64,11 +50,15 @@ def load_settings(
             that is out of range or does not fit the others.
     """
     text, name = recipe_text(recipe)
-    given = _unalias(parse_overrides(overrides), "the overrides")
+    given = _unalias(parse_overrides(overrides, text_names()), "the overrides")
     written = _for_algorithm(_unalias(parse_recipe(text, name), name), given.get("algorithm"), name)
     values = _options_once(apply_overrides(written, given), given)
     settings = _validated(values, name, given)
     if check_files:
+        try:
+            checks.check_noise(settings)
+        except ValueError as error:
+            raise ValueError(f"{name}{' with overrides' if given else ''}: {error}") from error
         checks.check_files(settings)
     return settings
 
@@ -83,7 +73,7 @@ def checked_settings(settings: Settings, overrides: Mapping[str, Any] | None = N
     Raises:
         ValueError: as `load_settings`.
     """
-    given = _unalias(parse_overrides(overrides or {}), "the overrides")
+    given = _unalias(parse_overrides(overrides or {}, text_names()), "the overrides")
     values = {key: value for key, value in settings.model_dump().items() if value is not None}
     return _validated(_options_once(apply_overrides(values, given), given), "the settings", given)
 
@@ -138,13 +128,19 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
         if unknown := [key for key in table if key not in known]:
             raise ValueError(
                 f"{recipe}: [{OPTIONS}.{algorithm}] holds {unknown[0]!r}, which is no option of it"
-                f"{did_you_mean(unknown[0], known)}; its options are {', '.join(known)}"
+                f"{_belongs(unknown[0], f'{OPTIONS}.{algorithm}', known)}; its options are {', '.join(known)}"
             )
     if requested not in tables:
         return kept
     options = algorithm_defaults(requested)
     shared = {key: v for key, v in kept.items() if key not in PRESET_OPTIONS or key in options}
     return shared | dict(tables[requested])
+
+
+def _belongs(name: str, table: str, known: Iterable[str]) -> str:
+    """Says where a name belongs that is no option of a table's algorithm."""
+    place = wrong_place(name, Settings.model_fields, table)
+    return f". {place}" if place else did_you_mean(name, known)
 
 
 def _options_once(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +157,11 @@ def _options_once(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
 def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any]) -> Settings:
     given = {key.partition(".")[0] for key in overrides}
     remember_secrets(values.get("reward_options"))
+    algorithm = str(values.get("algorithm", Settings.model_fields["algorithm"].default))
+
+    def hint(key: str) -> str:
+        return suggestion(key, Settings.model_fields, algorithm, values.get(key))
+
     try:
         # None in an override means "the default", which for some fields is not None.
         return Settings.model_validate({key: value for key, value in values.items() if value is not None})
@@ -169,11 +170,12 @@ def _validated(values: Mapping[str, Any], recipe: str, overrides: Mapping[str, A
         for key, kind, message in _problems(error):
             source = "override" if key in given else recipe
             if kind == "extra_forbidden":
-                lines[key] = f"{source}: there is no setting {key!r}{_suggestion(key)}"
+                lines[key] = f"{source}: there is no setting {key!r}{hint(key)}"
             elif key in lines:
                 lines[key] = f"{lines[key]}, or: {message}"
             elif key:
-                lines[key] = f"{source}: {key} = {values.get(key)!r}: {message}{HINTS.get(key, '')}"
+                shown = shortened(repr(values.get(key)), 200)
+                lines[key] = f"{source}: {key} = {shown}: {message}{HINTS.get(key, '')}"
             else:
                 lines[key] = f"{recipe}{' with overrides' if given else ''}: {message}"
         raise ValueError("\n".join(lines.values())) from error
@@ -189,9 +191,3 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str, str]]:
         else:
             key = "" if key == "algorithm_options" and cause is not None else key
             yield key, problem["type"], problem["msg"].removeprefix("Value error, ")
-
-
-def _suggestion(key: str) -> str:
-    if key in NAMES_ELSEWHERE:
-        return f"; here it is {NAMES_ELSEWHERE[key]!r}"
-    return did_you_mean(key, [*Settings.model_fields, *PRESET_OPTIONS, *ALIASES])

@@ -6,12 +6,13 @@ table. This module does not know which settings exist: g2rpo.config.load validat
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.config.toml_problems import toml_problem
+from g2rpo.runtime.text import did_you_mean, shortened
 
 DEFAULT_RECIPE = "tiny"
 
@@ -36,11 +37,21 @@ def recipe_text(recipe: str | Path | None) -> tuple[str, str]:
     """
     recipe = DEFAULT_RECIPE if recipe is None else recipe
     path = Path(recipe).expanduser()
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"recipe {shortened(str(recipe))!r}: {error.strerror}") from error
+    if is_file:
         try:
             return path.read_text(encoding="utf-8-sig"), str(path)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text file in UTF-8 ({error}); a recipe is TOML") from error
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    if path.is_dir():
+        config = path / "config.toml"
+        hint = f"; for the settings of that run, give {config}" if config.is_file() else ""
+        raise ValueError(f"{path} is a folder, not a recipe{hint}")
     if str(recipe) in shipped_recipes():
         return (resources.files("g2rpo") / "recipes" / f"{recipe}.toml").read_text("utf-8"), f"{recipe}.toml"
     hint = did_you_mean(path.stem, shipped_recipes())
@@ -64,12 +75,11 @@ def parse_recipe(text: str, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         # Python 3.14 has error.lineno; earlier versions give the line only in the message.
         message, _, position = str(error).partition(" (at ")
-        line = (
-            position.removeprefix("line ").split(",")[0]
-            if position.startswith("line ")
-            else str(text.count("\n") + 1)
-        )
-        raise ValueError(f"{name}:{line}: {message}: this line is not TOML") from error
+        given = position.removeprefix("line ").split(",")[0] if position.startswith("line ") else ""
+        line = int(given) if given else text.count("\n") + 1
+        raise ValueError(f"{name}:{line}: {toml_problem(text, line, message)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{name}: lists or tables are nested too deeply; a recipe is flat") from error
 
 
 def parse_value(text: str) -> Any:
@@ -93,10 +103,16 @@ def parse_value(text: str) -> Any:
     return value["value"]
 
 
-def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+def parse_overrides(
+    overrides: Sequence[str] | Mapping[str, Any], texts: Collection[str] = ()
+) -> dict[str, Any]:
     """Parses overrides such as `["lr=1e-5", "rewards.hps=0.5"]` into a mapping; a mapping is copied.
 
     The last override of a key applies. Dotted keys stay dotted; apply_overrides resolves them.
+
+    Args:
+        overrides: strings or a mapping.
+        texts: keys of text, which stays as it is typed: `out=1e3` names the folder 1e3. Quotes are removed.
 
     Raises:
         ValueError: an override without `=`, or with a value that is neither TOML nor plain text.
@@ -111,7 +127,10 @@ def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, A
                 f"override {override!r} is not key=value, such as lr=1e-5 or rewards.tiny_clip=0.5"
             )
         try:
-            parsed[key.strip()] = parse_value(text.strip()) if text.strip() else text  # blanks may be meant
+            name, value = key.strip(), text.strip()
+            typed = name in texts and value != "none" and value[:1] not in ('"', "'")
+            # Blanks may be meant.
+            parsed[name] = text if not value else value if typed else parse_value(value)
         except ValueError as error:
             raise ValueError(f"override {override!r}: {error}; in a shell, quote it: '{override}'") from None
     return parsed

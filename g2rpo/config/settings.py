@@ -20,16 +20,24 @@ from pydantic import (
     model_validator,
 )
 
-from g2rpo.algorithms.options import Count, CountOrOff, NotNegative, Positive, Text
+from g2rpo.algorithms.options import (
+    Count,
+    CountOrOff,
+    NotNegative,
+    Positive,
+    Text,
+)
 from g2rpo.algorithms.registry import (
     PRESET_OPTIONS,
+    PRESETS,
     algorithm_defaults,
     complete_options,
     is_custom,
     make_algorithm,
 )
 from g2rpo.config import checks
-from g2rpo.config.recipe import to_toml
+from g2rpo.config.hints import wrong_place
+from g2rpo.config.recipe import to_toml, toml_value
 from g2rpo.models.options import (
     OPTION_NAMES,
     BaseDtype,
@@ -42,9 +50,22 @@ from g2rpo.models.options import (
 )
 from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.values import check_numbers, check_texts, is_text
 
 if TYPE_CHECKING:
     from g2rpo.algorithms.base import Algorithm
+
+
+def text_names() -> frozenset[str]:
+    """Settings and options of shipped algorithms whose values are text."""
+    names = {name for name, field in Settings.model_fields.items() if is_text(field.annotation)}
+    options = {
+        name
+        for preset in PRESETS.values()
+        for name, field in vars(preset)["__pydantic_fields__"].items()
+        if is_text(field.annotation)
+    }
+    return frozenset(names | options)
 
 
 class Settings(BaseModel):
@@ -251,6 +272,17 @@ class Settings(BaseModel):
         complete = complete_options(algorithm, value)
         return {name: entry for name, entry in complete.items() if name in value}
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts true as 1, and pydantic writes 1e3 as "1000.0", which is not what was typed."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        check_numbers(annotation, value)
+        check_texts(annotation, value)
+        if isinstance(value, str):
+            checks.check_text(info.field_name or "", value)
+        return value
+
     @field_validator("resolution", mode="before")
     @classmethod
     def _plain_resolution(cls, value: Any) -> Any:
@@ -258,6 +290,27 @@ class Settings(BaseModel):
             return value
         size = as_resolution(value)
         return None if size is None else plain_resolution(size)
+
+    @field_validator("rewards", "reward_options", mode="before")
+    @classmethod
+    def _is_a_table(cls, value: Any, info: ValidationInfo) -> Any:
+        """Names the notation to someone who gives a list of rewards, or writes a setting below [rewards]."""
+        if isinstance(value, Mapping):
+            for name in value:
+                if message := wrong_place(str(name), cls.model_fields, info.field_name or ""):
+                    raise ValueError(message)
+            return value
+        from g2rpo.rewards.registry import REWARDS
+
+        names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        names = [name for name in names if isinstance(name, str)]
+        entry = "1.0" if info.field_name == "rewards" else "{...}"
+        example = ", ".join(f"{toml_value(name)} = {entry}" for name in names) or f"verifier = {entry}"
+        hints = (did_you_mean(name, REWARDS) for name in names if name not in REWARDS)
+        raise ValueError(
+            f"give a table of names and {'weights' if info.field_name == 'rewards' else 'options'}, such as "
+            f"{info.field_name} = {{{example}}}, not {type(value).__name__}{next(filter(None, hints), '')}"
+        )
 
     @field_validator("rewards")
     @classmethod

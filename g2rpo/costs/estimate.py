@@ -13,7 +13,7 @@ from g2rpo.costs.memory import agreed_rollout_batch, run_plans, shape_of_run, up
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
 from g2rpo.data.prompts import read_prompts
 from g2rpo.models.registry import load_policy
-from g2rpo.rewards.registry import load_rewards
+from g2rpo.rewards.registry import check_reward_options, load_rewards
 from g2rpo.runtime.processes import resolve_device
 
 
@@ -37,6 +37,8 @@ def plan_here(
         memory_gb: memory of a device in GB; None = that of this machine's GPU.
         num_texts: number of distinct texts that the run encodes (`RunPrompts.texts`); None = an upper bound.
 
+    As in training, there are no more evaluation prompts than the source has.
+
     Raises:
         ValueError: a GPU that is not in the table, or an error of `plan_costs`.
     """
@@ -45,6 +47,9 @@ def plan_here(
             f"--gpu {gpu}: the table of measured times has {', '.join(TABLE)}; give "
             "--seconds-per-forward, or use --measure on such a machine"
         )
+    for reward, options in settings.reward_options.items():
+        check_reward_options(reward, options)
+    settings = with_available_prompts(settings)
     here = settings.device != "cpu" and torch.cuda.is_available()
     memory_bytes = None if memory_gb is None else round(memory_gb * 1e9)
     if here and memory_bytes is None:
@@ -75,6 +80,14 @@ def plan_here(
         )
         costs = replace(costs, notes=(*costs.notes, unknown))
     return costs
+
+
+def with_available_prompts(settings: Settings) -> Settings:
+    """The settings with no more evaluation prompts than their source has."""
+    if settings.eval_prompts is None:
+        return settings
+    available = len(read_prompts(settings.eval_prompts)[0])
+    return settings.model_copy(update={"num_eval_prompts": min(settings.num_eval_prompts, available)})
 
 
 def _measured(settings: Settings) -> Speeds:

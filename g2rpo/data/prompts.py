@@ -1,31 +1,22 @@
-"""Reading of prompt files; stream.py makes an endless, resumable stream of the prompts.
+"""Prompts of a source; stream.py makes an endless, resumable stream of them.
 
-Formats: txt (one prompt per line), json (a list of strings or records, or HPSv2's {style: [prompt, ...]}),
-jsonl (such as GenEval's metadata), csv, tsv, parquet, and world:NAME, the sets of the embedded world.
+A source is a prompt file (prompt_files.py has the formats) or world:NAME, a set of the embedded world.
 
 Epoch e of the stream is the set sorted by blake2b(seed, e, index). This permutation depends neither on a
 library's random generator nor on the number of processes, so a resume needs only a position, one integer.
 """
 
-import csv
-import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.data.prompt_files import file_records
+from g2rpo.data.prompt_records import EMPTY_LINE, Record, bad_character, check_fields
+from g2rpo.runtime.text import did_you_mean, shortened
 
 MAX_CHARACTERS = 2500
-TEXT_KEYS = ("prompt", "caption", "text")
 SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet")
-
-Record = tuple[str, Any, dict[str, Any]]
-"""Location in the file ("line 3"), text, and the other fields of the record."""
-EMPTY_LINE = object()
-"""Replaces the text of an empty line, which is skipped and counted; an empty text in a record is an error."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,8 @@ class ReadReport:
     empty_lines: int = 0
     duplicates: list[str] = field(default_factory=list)
     """Location of each repeated prompt; only the first occurrence is kept."""
+    notes: list[str] = field(default_factory=list)
+    """Choices that were made in reading, such as the column of the prompts."""
 
     @property
     def read(self) -> int:
@@ -62,7 +55,12 @@ class ReadReport:
         if self.duplicates:
             shown = ", ".join(self.duplicates[:3]) + (", …" if len(self.duplicates) > 3 else "")
             parts.append(f"{len(self.duplicates)} repeated prompts left out ({shown})")
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.notes])
+
+    @property
+    def has_remarks(self) -> bool:
+        """Whether the report says more than the number of prompts."""
+        return bool(self.empty_lines or self.duplicates or self.notes)
 
 
 def check_source(source: str) -> None:
@@ -79,8 +77,19 @@ def check_source(source: str) -> None:
             raise ValueError(f"unknown prompts {source!r}; use {known}{did_you_mean(name, PROMPT_SETS)}")
         return
     path = Path(source).expanduser()
-    if not path.is_file():
-        raise ValueError(f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME")
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(
+            f"prompt file {shortened(source)!r}: {error.strerror}; give a file or world:NAME"
+        ) from error
+    if is_folder:
+        raise ValueError(f"{path} is a folder, not a prompt file; give a file or world:NAME")
+    if not is_file:
+        count = "; for a number of evaluation prompts, set num_eval_prompts" if source.isdigit() else ""
+        raise ValueError(
+            f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME{count}"
+        )
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(
             f"{path}: prompt files end in {', '.join(SUFFIXES)}, not in {path.suffix or 'no suffix'}"
@@ -105,12 +114,15 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
     first: dict[str, str] = {}
     prompts: list[Prompt] = []
     duplicates: list[str] = []
+    notes: list[str] = []
     empty_lines = 0
-    for location, text, metadata in records(source):
+    for location, text, metadata in records(source, notes):
         if text is EMPTY_LINE:
             empty_lines += 1
             continue
-        text = checked_text(text, f"{source}, {location}")
+        where = f"{source}, {location}"
+        text = checked_text(text, where)
+        check_fields(metadata, where)
         if text in first:
             duplicates.append(f"{location} repeats {first[text]}")
             continue
@@ -118,7 +130,7 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
         prompts.append(Prompt(text, metadata, index=len(prompts)))
     if not prompts:
         raise ValueError(f"{source} contains no prompts; give at least one")
-    return prompts, ReadReport(source, len(prompts), empty_lines, duplicates)
+    return prompts, ReadReport(source, len(prompts), empty_lines, duplicates, notes)
 
 
 def as_prompts(texts: Sequence[str]) -> list[Prompt]:
@@ -134,10 +146,12 @@ def checked_text(text: Any, where: str) -> str:
     """Returns a prompt without surrounding white space; `where` is its location, for messages.
 
     Raises:
-        ValueError: it is no string, empty or longer than MAX_CHARACTERS.
+        ValueError: it is no string, empty, longer than MAX_CHARACTERS, or has damaged characters.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{where}: a prompt must be a string, got {text!r}")
+        raise ValueError(f"{where}: a prompt must be a string, got {shortened(repr(text))}")
+    if bad := bad_character(text):
+        raise ValueError(f"{where}: the prompt contains {bad}; remove it")
     text = text.strip()
     if not text:
         raise ValueError(f"{where}: empty prompt; a prompt has 1 to {MAX_CHARACTERS} characters")
@@ -148,8 +162,11 @@ def checked_text(text: Any, where: str) -> str:
     return text
 
 
-def records(source: str) -> Iterator[Record]:
+def records(source: str, notes: list[str] | None = None) -> Iterator[Record]:
     """Yields every record of a file or of world:NAME, unchecked: (location, text, metadata).
+
+    Args:
+        notes: receives lines about choices that were made in reading.
 
     Raises:
         ValueError: the file does not have the format of its suffix.
@@ -160,124 +177,4 @@ def records(source: str) -> Iterator[Record]:
         for i, (text, metadata) in enumerate(prompt_set(source.removeprefix("world:"))):
             yield f"entry {i + 1}", text, metadata
         return
-    path = Path(source).expanduser()
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        yield from _from_parquet(path)
-        return
-    text = _decoded(path)
-    if suffix in (".txt", ".jsonl"):
-        # Only \n ends a line: str.splitlines also splits at form feeds and U+2028, which prompts do contain.
-        lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        for i, line in enumerate(lines[:-1] if lines[-1] == "" else lines):
-            location = f"line {i + 1}"
-            if not line.strip():
-                yield location, EMPTY_LINE, {}
-            elif suffix == ".txt":
-                yield location, line, {}
-            else:
-                where = f"{path}, {location}"
-                yield _from_json(_parsed_json(line, where), where, location)
-    elif suffix == ".json":
-        yield from _from_json_file(_parsed_json(text, str(path)), path)
-    else:
-        yield from _from_csv(text, path, delimiter="\t" if suffix == ".tsv" else ",")
-
-
-def _decoded(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path}, line {line}: not UTF-8 (byte {data[error.start]:#04x}); save it as UTF-8"
-        ) from error
-
-
-def _parsed_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f", line {error.lineno}" if "line" not in where else ""
-        raise ValueError(f"{where}{line}: not JSON: {error.msg}") from error
-
-
-def _text_key(keys: Sequence[str], where: str) -> str:
-    for key in TEXT_KEYS:
-        if key in keys:
-            return key
-    raise ValueError(
-        f"{where}: no {', '.join(TEXT_KEYS[:-1])} or {TEXT_KEYS[-1]} among {', '.join(keys) or 'no fields'}"
-    )
-
-
-def _from_json(value: Any, where: str, location: str) -> Record:
-    if isinstance(value, dict):
-        key = _text_key(list(value), where)
-        return location, value[key], {name: item for name, item in value.items() if name != key}
-    return location, value, {}
-
-
-def _from_json_file(value: Any, path: Path) -> Iterator[Record]:
-    if isinstance(value, dict) and all(isinstance(entries, list) for entries in value.values()):
-        for style, entries in value.items():  # HPSv2's benchmark
-            for i, entry in enumerate(entries):
-                location = f"entry {i + 1} of {style!r}"
-                _, text, metadata = _from_json(entry, f"{path}, {location}", location)
-                yield location, text, {**metadata, "style": style}
-    elif isinstance(value, list):
-        for i, entry in enumerate(value):
-            yield _from_json(entry, f"{path}, entry {i + 1}", f"entry {i + 1}")
-    else:
-        raise ValueError(
-            f"{path}: give a list of prompts or {{style: [prompt, …]}}, not {type(value).__name__}"
-        )
-
-
-def _from_csv(text: str, path: Path, delimiter: str) -> Iterator[Record]:
-    # csv.DictReader would skip empty lines silently.
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    row_end = 0  # last line of the last complete row; an invalid row begins on the next line
-    try:
-        header = next(rows, [])
-        row_end = rows.line_num
-        key = _text_key(header, f"{path}, line 1 (the header)")
-        for cells in rows:
-            row_end, location = rows.line_num, f"line {rows.line_num}"
-            if not cells:
-                yield location, EMPTY_LINE, {}
-                continue
-            if len(cells) > len(header):
-                raise ValueError(
-                    f"{path}, {location}: more cells than the header has; quote a prompt that contains commas"
-                )
-            row: dict[str, Any] = dict(
-                zip_longest(header, cells)
-            )  # missing cells at the end of a row become None
-            yield location, row.pop(key), row
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {row_end + 1}: {error}") from error
-
-
-def _from_parquet(path: Path) -> Iterator[Record]:
-    try:
-        from pyarrow import ArrowInvalid, parquet, types
-    except ImportError as error:
-        raise ValueError(f"{path}: parquet needs pyarrow; pip install pyarrow") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file: {error}") from error
-    schema = file.schema_arrow
-    key = _text_key(schema.names, str(path))
-    # Columns such as images would fill the memory; rewards receive plain values only.
-    plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
-    columns = [name for name in schema.names if any(is_kind(schema.field(name).type) for is_kind in plain)]
-    if key not in columns:
-        raise ValueError(f"{path}: column {key!r} is {schema.field(key).type}, not text")
-    row = 0
-    for batch in file.iter_batches(columns=columns):
-        for record in batch.to_pylist():
-            row += 1
-            yield f"row {row}", record.pop(key), record
+    yield from file_records(Path(source).expanduser(), [] if notes is None else notes)

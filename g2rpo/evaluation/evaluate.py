@@ -26,8 +26,8 @@ import torch
 from rich.console import Console
 
 from g2rpo.evaluation.gallery import write_sheet
+from g2rpo.evaluation.image_files import read_pixels
 from g2rpo.evaluation.lineup import Lineup
-from g2rpo.evaluation.matching import read_pixels
 from g2rpo.evaluation.score_folder import code_hash, parsed_options
 from g2rpo.evaluation.stats import Array, Difference, Mean, difference_over_prompts, mean_over_prompts
 from g2rpo.evaluation.tables import markdown

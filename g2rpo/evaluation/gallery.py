@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from g2rpo.evaluation.image_files import read_pixels
 from g2rpo.evaluation.lineup import Lineup
-from g2rpo.evaluation.matching import read_pixels
 from g2rpo.inference.images import to_pil, wrapped
 from g2rpo.inference.sample import SampleRequest
 from g2rpo.runtime.files import atomic_path

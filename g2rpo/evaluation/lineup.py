@@ -23,6 +23,7 @@ from g2rpo.flow.schedule import Shift
 from g2rpo.inference.images import save_png
 from g2rpo.inference.names import labels_of, model_state, own_conditions
 from g2rpo.inference.sample import SampleRequest, Segment, sample_images, sample_segments
+from g2rpo.models.family import truncation_lines
 from g2rpo.models.policy import Policy
 from g2rpo.runtime.interrupt import Interrupt
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
@@ -65,6 +66,7 @@ class Lineup:
             ValueError: no such model, or OUT holds the results of other settings.
         """
         self.request, self.out, self.say = request, out, say
+        self.truncations: set[str] = set()
         self.labels = labels_of(models, labels)
         self.models = dict(zip(self.labels, models, strict=True))
         for model in [*models, *([] if request.then is None else [request.then])]:
@@ -80,18 +82,21 @@ class Lineup:
         }
         self._read(kind)
 
+    def _check_no_folders(self) -> None:
+        """Checks that the models' folders are not there, if no record says what is in them."""
+        folders = (self.out / label for label in self.labels)
+        if existing := next((folder for folder in folders if folder.exists()), None):
+            raise ValueError(
+                f"{existing} was not written by this command (no {self._file.name}); name another --out"
+            )
+
     def _read(self, kind: str) -> None:
         """Reads OUT/<kind>.json of an earlier call, whose images are kept."""
         others = [self.out / f"{other}.json" for other in KINDS if other != kind]
         if existing := next((file for file in others if file.exists()), None):
             raise ValueError(f"{self.out} holds something else ({existing.name}); name another --out")
         if not self._file.is_file():
-            folders = (self.out / label for label in self.labels)
-            if existing := next((folder for folder in folders if folder.exists()), None):
-                raise ValueError(
-                    f"{existing} was not written by this command (no {self._file.name}); name another --out"
-                )
-            return
+            return self._check_no_folders()
         try:
             before = read_record(self._file)
             settings, models, steps = before["settings"], before["models"], before["steps"]
@@ -176,6 +181,10 @@ class Lineup:
         self.write()
         count = sum(len(batch) for _, batch in missing)
         self.say(f"{label}: {count} images to sample" + self._other_conditions(label))
+        for line in truncation_lines(policy, self.request.texts):
+            if line not in self.truncations:  # once for all models with the same encoders
+                self.truncations.add(line)
+                self.say(line)
         if len(missing) < world_size():
             self.say(
                 f"{len(missing)} batches for {world_size()} processes; a smaller --batch would use them all"

@@ -8,26 +8,20 @@ never comes from a file's name, because tools truncate names.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image, ImageOps
-from torch import Tensor
-
-from g2rpo.data.prompts import EMPTY_LINE, check_source, checked_text, records
-from g2rpo.inference.images import from_pil, read_png_text
+from g2rpo.data.prompt_records import EMPTY_LINE, check_fields
+from g2rpo.data.prompts import check_source, checked_text, records
+from g2rpo.evaluation.image_files import UNREADABLE, UnreadableImage, size_of
+from g2rpo.inference.images import read_png_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 SHEETS = ("grid.png", "comparison.png")
 """Overviews that `g2rpo sample` writes beside its images; they have no prompt of their own."""
-FULL_16_BIT = 65535
-ORIENTATION = 0x0112
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What Pillow raises for a file that is not an image, or a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,15 @@ class Matched:
         items: in order.
         source: where the prompts come from.
         notes: lines about files that are left out.
+        sizes: width and height by name, of those that can be read as far as their headers show.
+        unreadable: name -> why the file cannot be read.
     """
 
     items: list[Item]
     source: str
     notes: list[str]
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 def match(folder: Path, prompts: str | None = None, mapping: str | None = None) -> Matched:
@@ -71,9 +69,46 @@ def match(folder: Path, prompts: str | None = None, mapping: str | None = None) 
         mapping: a file of prompts with a column `file`, the image's name within the folder.
 
     Raises:
-        ValueError: no folder, no images in it, prompts that cannot be read or matched, or both `prompts` and
-            `mapping`.
+        ValueError: no folder, no images in it, prompts that cannot be read or matched, both `prompts` and
+            `mapping`, or no file that can be read as an image.
     """
+    matched = _matched(folder, prompts, mapping)
+    sizes: dict[str, tuple[int, int]] = {}
+    unreadable: dict[str, str] = {}
+    for item in matched.items:
+        try:
+            sizes[item.name] = size_of(item.path)
+        except UnreadableImage as error:
+            unreadable[item.name] = error.reason + _similar_name(folder, item.path)
+    if not sizes:
+        listed = unreadable_lines(unreadable, len(matched.items))
+        raise ValueError("\n".join([f"no file in {folder} can be read as an image", *listed]))
+    return replace(matched, sizes=sizes, unreadable=unreadable)
+
+
+def unreadable_lines(unreadable: Mapping[str, str], count: int) -> list[str]:
+    """One line about how many of `count` files cannot be read, and one for each of these."""
+    if not unreadable:
+        return []
+    reasons = [f"  {name}: {reason}" for name, reason in unreadable.items()]
+    return [f"{len(unreadable)} of {count} files cannot be read as images and have no score:", *reasons]
+
+
+def _similar_name(folder: Path, path: Path) -> str:
+    """A hint at the file that was probably meant, where there is none of the given name."""
+    if path.name in (names := [other.name for other in folder.iterdir()]) or path.parent != folder:
+        return ""
+
+    def plain(name: str) -> str:
+        return unicodedata.normalize("NFC", name).strip().casefold()
+
+    same = next((name for name in names if plain(name) == plain(path.name)), None)
+    if same is None:
+        return ""
+    return f"; {same!r} is there, which differs in blanks, case or Unicode form from {path.name!r}"
+
+
+def _matched(folder: Path, prompts: str | None, mapping: str | None) -> Matched:
     if prompts is not None and mapping is not None:
         raise ValueError("a mapping holds the prompts itself: give --prompts or --map, not both")
     if not folder.is_dir():
@@ -108,8 +143,8 @@ def _own_text(path: Path) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     try:
         prompt, info = read_png_text(path)
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+    except UNREADABLE:  # `match` reports it with the other files that cannot be read
+        return None, {}
     return (prompt, info) if info else (None, {})
 
 
@@ -164,17 +199,18 @@ def _by_mapping(folder: Path, source: str) -> Matched:
                 f"{source}, {position}: a mapping names the image in `file`; this record has "
                 + ("none" if name is None else f"{name!r}")
             )
-        path = folder / name.strip()
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"{source}, {position}: {name!r} lies outside the folder of images; give a name within "
+                f"{folder}"
+            )
+        path = folder / name
         if (resolved := path.resolve()) in position_of:
             raise ValueError(
                 f"{source}, {position}: {name} is in {position_of[resolved]} already; name each image once"
             )
         position_of[resolved] = position
-        items.append(Item(name.strip(), path, text, metadata))
-    if missing := [item.name for item in items if not item.path.is_file()]:
-        raise ValueError(
-            f"{len(missing)} of {len(items)} files of {source} are not in {folder}: {_first_names(missing)}"
-        )
+        items.append(Item(name, path, text, metadata))
     images = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES]
     unnamed = [path.name for path in images if path.resolve() not in position_of]
     return Matched(items, source, [f"not in {source}, left out: {_first_names(unnamed)}"] if unnamed else [])
@@ -182,14 +218,27 @@ def _by_mapping(folder: Path, source: str) -> Matched:
 
 def _by_their_text(folder: Path, names: list[str]) -> tuple[list[Item], list[str]]:
     own = {name: _own_text(folder / name) for name in names}
-    if without := [name for name, (prompt, _) in own.items() if prompt is None]:
+    without = [name for name, (prompt, _) in own.items() if prompt is None]
+    if without := [name for name in without if _is_readable(folder / name)]:
         raise ValueError(
             f"{len(without)} of {len(names)} images in {folder} carry no prompt by g2rpo: "
             f"{_first_names(without)}; give --prompts (one per image, in sorted order) or --map (columns "
             "file and prompt)"
         )
-    items = [Item(name, folder / name, prompt, {}) for name, (prompt, _) in own.items() if prompt is not None]
-    return items, _mixed({name: str(info.get("model", "unnamed")) for name, (_, info) in own.items()})
+    items = [
+        Item(name, folder / name, "" if prompt is None else checked_text(prompt, f"{folder / name}"), {})
+        for name, (prompt, _) in own.items()
+    ]
+    models = {name: str(info.get("model", "unnamed")) for name, (prompt, info) in own.items() if prompt}
+    return items, _mixed(models)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        size_of(path)
+    except UnreadableImage:
+        return False
+    return True
 
 
 def _mixed(models: Mapping[str, str]) -> list[str]:
@@ -211,6 +260,8 @@ def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:
         for position, text, metadata in records(source)
         if text is not EMPTY_LINE
     ]
+    for position, _, metadata in prompts:
+        check_fields(metadata, f"{source}, {position}")
     if not prompts:
         raise ValueError(f"{source} holds no prompts")
     return prompts
@@ -218,50 +269,3 @@ def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:
 
 def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def size_of(path: Path) -> tuple[int, int]:
-    """Reads width and height as displayed, in pixels, from the file's header alone.
-
-    Raises:
-        ValueError: the file is not a supported image.
-    """
-    try:
-        with Image.open(path) as image:
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format != "MPO":  # a camera's JPEG, with a preview or a depth map behind
-                raise ValueError(f"it holds {frames} images; save the one to score as its own file")
-            width, height = image.size
-            # If a PNG's header has no EXIF, getexif would decode the entire file to search for it.
-            is_turned = "exif" in image.info and image.getexif().get(ORIENTATION, 1) >= 5
-            return (height, width) if is_turned else (width, height)
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
-
-
-def read_pixels(path: Path) -> Tensor:
-    """Reads an image as it is displayed: [3, H, W], float32, 8-bit values / 255.
-
-    EXIF orientation is applied and transparent images are composited on white; 16-bit grey is rounded to 8
-    bits, 16-bit colour truncated to 8 (by Pillow). Colour profiles are not applied.
-
-    Raises:
-        ValueError: the file cannot be decoded.
-    """
-    try:
-        with Image.open(path) as image:
-            shown = ImageOps.exif_transpose(image)
-            if shown.mode.startswith("I"):  # 16-bit grey, which Pillow would clip instead of scaling it
-                grey = np.asarray(shown).astype(np.float64) / FULL_16_BIT
-                shown = Image.fromarray((grey * 255).round().astype(np.uint8))
-            return from_pil(shown)
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
-
-
-def pixels_by_size(items: Sequence[Item]) -> list[tuple[list[int], Tensor]]:
-    """Reads the images of `items`, grouped by size: (indices into `items`, images [n, 3, H, W]) per size."""
-    images = [read_pixels(item.path) for item in items]
-    sizes = dict.fromkeys(tuple(image.shape) for image in images)
-    groups = [[i for i, image in enumerate(images) if tuple(image.shape) == size] for size in sizes]
-    return [(indices, torch.stack([images[i] for i in indices])) for indices in groups]

@@ -16,14 +16,15 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from g2rpo.config.recipe import parse_value
-from g2rpo.evaluation.matching import Item, Matched, match, pixels_by_size, size_of
+from g2rpo.evaluation.image_files import pixels_by_size
+from g2rpo.evaluation.matching import Item, Matched, match, unreadable_lines
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.exits import RewardUnusable, exits_reported
@@ -65,12 +66,14 @@ class Scored:
         rewards: statistics by name.
         why: reward -> the reason why it gave an image no score, if it reported one in this call.
         interrupted: a signal ended the call.
+        unreadable: name of a file without scores -> why it cannot be read.
     """
 
     out: Path
     rewards: dict[str, RewardScores]
     why: dict[str, str]
     interrupted: bool
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 def score(
@@ -97,22 +100,27 @@ def score(
         say: receives lines of progress.
 
     Raises:
-        ValueError: invalid arguments or files, before anything is loaded or written; only an image whose data
-            are truncated after a valid header is found later.
+        ValueError: invalid arguments, or no file that can be read, before anything is loaded or written.
+
+    Files that cannot be read as images have an empty row and a line at the end; the others are scored.
     """
     parsed = parsed_options(rewards, options)
     if batch < 1:
         raise ValueError(f"batch={batch}: must be at least 1")
     torch_device = resolve_device(device)
     matched = match(Path(images).expanduser(), prompts, mapping)
-    sizes = {item.name: size_of(item.path) for item in matched.items}
+    sizes = matched.sizes
     table = _Table.open(Path(out).expanduser(), Path(images).expanduser(), parsed, matched.items)
     say(f"{len(matched.items)} images of {len(set(sizes.values()))} size(s), prompts: {matched.source}")
-    for note in matched.notes:
-        say(note)
+    for line in matched.notes:
+        say(line)
+    if matched.unreadable:
+        say(f"{len(matched.unreadable)} files cannot be read as images; they are listed at the end")
+    table.unreadable.update(matched.unreadable)
     if table.rows:
         say(f"{len(table.rows)} were scored before and are kept ({table.csv}; delete it to score all again)")
-    todo = sorted((i for i in matched.items if i.name not in table.rows), key=lambda item: sizes[item.name])
+    todo = [item for item in matched.items if item.name in sizes and item.name not in table.rows]
+    todo.sort(key=lambda item: sizes[item.name])
     interrupted, loaded = False, {}
     if todo:
         with interruptible():
@@ -137,7 +145,12 @@ def score(
                     f"{error}. {len(table.rows)} rows are kept in {table.csv}; fix the reward"
                 ) from error
     why = {name: reward.last_error for name, reward in loaded.items() if reward.last_error}
-    return Scored(table.out, table.close(matched, complete=not interrupted), why, interrupted)
+    # Others are found only while they are decoded, so that no image is decoded twice.
+    table.unreadable = {i.name: table.unreadable[i.name] for i in matched.items if i.name in table.unreadable}
+    for line in unreadable_lines(table.unreadable, len(matched.items)):
+        say(line)
+    statistics = table.close(matched, complete=not interrupted)
+    return Scored(table.out, statistics, why, interrupted, table.unreadable)
 
 
 def parsed_options(names: Sequence[str], options: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -180,7 +193,9 @@ def _run(
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
             rows: list[Row] = [{} for _ in part]
-            for indices, pixels in pixels_by_size(part):
+            groups, unreadable = pixels_by_size([item.path for item in part])
+            table.unreadable.update({part[i].name: reason for i, reason in unreadable.items()})
+            for indices, pixels in groups:
                 texts, metadata = [part[i].prompt for i in indices], [part[i].metadata for i in indices]
                 scores = score_batch(rewards, pixels.to(device), texts, metadata)
                 for i, values in zip(indices, scores.T.tolist(), strict=True):
@@ -198,6 +213,7 @@ class _Table:
         self.names: list[str] = list(settings["rewards"])
         self._keys: dict[str, str] = {}
         self.rows: dict[str, Row] = {}
+        self.unreadable: dict[str, str] = {}
         self.described: dict[str, str] = {}
 
     @staticmethod
@@ -245,7 +261,7 @@ class _Table:
         with self.csv.open(newline="", encoding="utf-8", errors="replace") as file:
             for row in csv.DictReader(file):
                 item = items.get(row.get("file", ""))
-                if item is None or row.get("inputs") != self._key(item):
+                if item is None or not row.get("inputs") or row["inputs"] != self._key(item):
                     continue
                 with suppress(KeyError, TypeError, ValueError):  # a row that was edited by hand
                     values = {name: float(row[name]) for name in self.names}
@@ -261,7 +277,7 @@ class _Table:
             text = io.StringIO(newline="")
             csv.writer(text).writerows(self._cells(*pair) for pair in zip(items, rows, strict=True))
             append_bytes(self.csv, text.getvalue().encode("utf-8"))
-            self.rows |= {item.name: row for item, row in zip(items, rows, strict=True)}
+            self.rows |= {item.name: row for item, row in zip(items, rows, strict=True) if row}
 
         yield append
 
@@ -277,7 +293,12 @@ class _Table:
             name: {key: value if math.isfinite(value) else None for key, value in asdict(scores).items()}
             for name, scores in result.items()
         }
-        counts = {"prompts": matched.source, "num_images": len(self.items), "scored": len(self.rows)}
+        counts = {
+            "prompts": matched.source,
+            "num_images": len(self.items),
+            "scored": len(self.rows),
+            "unreadable": self.unreadable,
+        }
         self._write({**self._summary(complete=complete), **counts, "rewards": rewards})
         return result
 
@@ -292,6 +313,8 @@ class _Table:
 
     def _cells(self, item: Item, row: Row) -> list[str]:
         # Nine digits hold a float32 exactly.
+        if not row:  # a file that cannot be read
+            return [item.name, item.prompt, *("" for _ in self.names), ""]
         return [item.name, item.prompt, *(f"{row[name]:.9g}" for name in self.names), self._key(item)]
 
     def _key(self, item: Item) -> str:
@@ -309,7 +332,9 @@ class _Table:
         writer = csv.writer(text)
         writer.writerow(["file", "prompt", *self.names, "inputs"])
         writer.writerows(
-            self._cells(item, self.rows[item.name]) for item in self.items if item.name in self.rows
+            self._cells(item, self.rows.get(item.name, {}))
+            for item in self.items
+            if item.name in self.rows or item.name in self.unreadable
         )
         write_atomic(self.csv, text.getvalue())
         write_atomic(self.json, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")

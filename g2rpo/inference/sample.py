@@ -22,12 +22,12 @@ from torch import Tensor
 from g2rpo.data.prompts import Prompt
 from g2rpo.data.stream import prompts_hash
 from g2rpo.flow.schedule import Shift, shifted_sigmas
-from g2rpo.inference.images import comparison, grid, save_png
 from g2rpo.inference.names import check_model
 from g2rpo.inference.open import open_policy
+from g2rpo.inference.sample_folder import check_folder, remove_comparison, write_comparison, write_samples
+from g2rpo.models.family import truncation_lines
 from g2rpo.models.options import as_resolution, plain_resolution
 from g2rpo.models.policy import Conditioning, Policy
-from g2rpo.runtime.files import atomic_path
 
 
 def image_seeds(seed: int, count: int) -> list[int]:
@@ -321,6 +321,8 @@ def sample_model(model: str, request: SampleRequest, out: str | Path | None = No
         ValueError: as `open_policy`, or several numbers of steps.
     """
     num_steps = request.num_steps
+    if out is not None:
+        check_folder(Path(out), len(request.texts), compared=False)
     policy = request.open(model)
     if request.shift is None:
         request = replace(request, shift=policy.pipeline_shift())
@@ -346,9 +348,11 @@ def sample_to_folder(
             `model`, so that the pairs differ in the weights alone.
 
     Raises:
-        ValueError: as `open_policy`, or several numbers of steps.
+        ValueError: as `open_policy`, several numbers of steps, or a file in `out` that g2rpo did not write
+            and that an image would replace.
     """
     num_steps = request.num_steps
+    check_folder(out, len(request.texts), compared=compare is not None)
     for other in (request.then, compare):  # before the first model has sampled
         if other is not None:
             request.check(other)
@@ -359,6 +363,9 @@ def sample_to_folder(
             request.check(other, conditions)
     if request.shift is None:
         request = replace(request, shift=opened[0].pipeline_shift())
+
+    for line in truncation_lines(opened[0], request.texts):
+        say(line)
 
     def opening(name: str) -> Callable[[], Policy]:
         return lambda: request.open(name, conditions)
@@ -382,6 +389,8 @@ def sample_to_folder(
     if compare is not None:
         before = sample(out / "compare", [Segment(opening(compare), num_steps)], {"model": compare})
         say(str(write_comparison(out, request, before, after, (compare, title))))
+    else:
+        remove_comparison(out)
 
 
 def share_of_first(first_steps: int | None, then: str | None, num_steps: int) -> float:
@@ -400,36 +409,3 @@ def share_of_first(first_steps: int | None, then: str | None, num_steps: int) ->
             + (f"give 1 to {num_steps - 1}" if num_steps > 1 else "give more --steps")
         )
     return first_steps / num_steps
-
-
-def write_samples(
-    out: str | Path, images: Tensor, request: SampleRequest, info: Mapping[str, Any] | None = None
-) -> list[Path]:
-    """Writes `0000.png` … with prompt, seed and settings inside, and `grid.png`; returns all paths.
-
-    With several images per prompt the grid has one row per prompt, otherwise up to four columns.
-    """
-    out = Path(out)
-    paths = [out / f"{i:04d}.png" for i in range(len(images))]
-    shared = {"num_steps": request.num_steps, "shift": request.shift, **(info or {})}
-    for image, path, prompt, seed in zip(images, paths, request.texts, request.seeds, strict=True):
-        save_png(image, path, prompt, {"seed": seed, **shared})
-    columns = request.num_images if request.num_images > 1 else min(4, len(images))
-    with atomic_path(out / "grid.png") as temporary:
-        grid(images, request.texts, columns).save(temporary)
-    return [*paths, out / "grid.png"]
-
-
-def write_comparison(
-    out: str | Path,
-    request: SampleRequest,
-    before: Tensor,
-    after: Tensor,
-    titles: tuple[str, str],
-) -> Path:
-    """Writes `comparison.png`, one row per image with the same prompt and seed by both models."""
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    with atomic_path(out / "comparison.png") as temporary:
-        comparison(before, after, request.texts, titles).save(temporary)
-    return out / "comparison.png"

@@ -7,7 +7,7 @@ reads shapes of every family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,6 +129,17 @@ class Truncation:
             f"{self.encoder} truncates {len(self.prompts)} prompts to {self.tokens} tokens, which shortens "
             f"{self.effect}; the first: {first!r}"
         )
+
+
+def truncation_lines(encoders: Any, prompts: Iterable[str]) -> list[str]:
+    """Returns one line per encoder that truncates any of the distinct prompts.
+
+    Args:
+        encoders: what has `text`, a TextEncoders, such as a policy; without it nothing is known.
+    """
+    text = getattr(encoders, "text", None)
+    truncated = getattr(text, "truncated", None)
+    return [] if truncated is None else [str(cut) for cut in truncated(list(dict.fromkeys(prompts)))]
 
 
 class TextEncoders(Protocol):

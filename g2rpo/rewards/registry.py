@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -23,6 +23,7 @@ from g2rpo.runtime.processes import resolve_device
 from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.runtime.secrets import missing_secrets, not_stored, remember_secrets
 from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.values import check_numbers, check_texts
 
 REWARDS: dict[str, str] = {
     "verifier": "g2rpo.rewards.verifier:SPEC",
@@ -256,6 +257,17 @@ def _check_media(name: str, reward: Any, media: Media) -> None:
         raise ValueError(f"reward {name!r} scores {scored}s, and here are {media}s; {advice}")
 
 
+def check_reward_options(name: str, options: Options) -> None:
+    """Checks names and types of a reward's options, as loading it does, without loading it.
+
+    Raises:
+        ValueError: as `reward_target`, or an unknown option, or one of another type.
+    """
+    target = reward_target(name)
+    if name in REWARDS or isinstance(target, type):
+        _check_options(name, target, options)
+
+
 def _check_options(name: str, factory: Any, options: Options) -> None:
     known = option_names(factory)
     if known is None:
@@ -266,6 +278,19 @@ def _check_options(name: str, factory: Any, options: Options) -> None:
             raise ValueError(
                 f"reward {name!r} has no option {option!r}{did_you_mean(option, known)}; {allowed}"
             )
+    try:
+        # A class is created by its __init__, whose annotations are the options'.
+        annotations = get_type_hints(
+            vars(factory).get("__init__", factory) if isinstance(factory, type) else factory
+        )
+    except (AttributeError, NameError, TypeError):  # unresolved annotations of a user's code
+        return
+    for option, value in options.items():
+        try:
+            check_numbers(annotations.get(option, Any), value)
+            check_texts(annotations.get(option, Any), value)
+        except ValueError as error:
+            raise ValueError(f"reward {name!r}: option {option} = {value!r}: {error}") from error
 
 
 def _attribute(target: str, reward: str) -> Any:

@@ -18,7 +18,7 @@ from g2rpo.config.settings import Settings
 from g2rpo.costs.disk import check_disk
 from g2rpo.data.embeddings import SHARDS, EmbeddingCache, Encoder
 from g2rpo.data.prompts import ReadReport, read_prompts
-from g2rpo.models.family import TextEncoders, Truncation
+from g2rpo.models.family import TextEncoders, Truncation, truncation_lines
 from g2rpo.models.policy import Conditioning
 from g2rpo.models.registry import load_text_encoders
 from g2rpo.runtime.interrupt import interruptible
@@ -159,6 +159,8 @@ def embed_missing(
         policy = loaded = text_encoders(settings, device)
     cache = EmbeddingCache(settings.cache)
     filling = _Filling(cache, policy, texts[rank() :: world_size()], console)
+    for line in truncation_lines(policy, texts):
+        _printer(console)(line)
     missing = len(cache.missing(policy, texts))
     if check and any_process(missing > 0):
         check_disk(settings, missing)
@@ -214,10 +216,11 @@ def _printer(console: Console) -> Callable[[str], None]:
 
 
 def _summary(report: ReadReport) -> str:
+    notes = "".join(f"; {note}" for note in report.notes)
     duplicates = ", ".join(report.duplicates[:3]) + (", …" if len(report.duplicates) > 3 else "")
     return (
         f"{report.source}: {report.read} prompts read, {report.kept} kept, {len(report.duplicates)} repeated"
-        f"{f' ({duplicates})' if duplicates else ''}, {report.empty_lines} empty lines"
+        f"{f' ({duplicates})' if duplicates else ''}, {report.empty_lines} empty lines{notes}"
     )
 
 

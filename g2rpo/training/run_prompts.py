@@ -21,6 +21,7 @@ class RunPrompts:
     Attributes:
         source: all training prompts, in the order of their source.
         report: what was read from that source.
+        notes: what the run should say about its prompts; empty lines, repeats and choices in reading.
         stream: the order in which the run trains on them.
         trained: the prompts of all iterations, in that order, with repeats.
         comparison: the images that are sampled before and after training.
@@ -30,6 +31,7 @@ class RunPrompts:
 
     source: Sequence[Prompt]
     report: ReadReport
+    notes: Sequence[str]
     stream: PromptStream
     trained: Sequence[Prompt]
     comparison: Comparison
@@ -47,7 +49,16 @@ class RunPrompts:
             ValueError: a source of prompts cannot be read, or there is no such model.
         """
         source, report = read_prompts(settings.prompts)
-        evaluated = read_prompts(settings.eval_prompts)[0] if settings.eval_prompts else []
+        notes = [str(report)] if report.has_remarks else []
+        evaluated: Sequence[Prompt] = []
+        if settings.eval_prompts:
+            evaluated, evaluation_report = read_prompts(settings.eval_prompts)
+            notes += [f"evaluation: {evaluation_report}"] if evaluation_report.has_remarks else []
+            if settings.eval_every and len(evaluated) < settings.num_eval_prompts:
+                notes.append(
+                    f"{settings.eval_prompts} has {len(evaluated)} prompts for num_eval_prompts="
+                    f"{settings.num_eval_prompts}; {len(evaluated)} are evaluated"
+                )
         evaluated = evaluated[: settings.num_eval_prompts]
         stream = PromptStream(source, settings.seed)
         trained = stream.at(0, settings.iterations * settings.prompts_per_iteration)
@@ -58,12 +69,18 @@ class RunPrompts:
         return RunPrompts(
             source,
             report,
+            notes,
             stream,
             trained,
             Comparison.of(settings.compare_images, settings.eval_num_steps, trained, source, evaluated),
             EvaluationPlan.of(settings, source, evaluated),
             negative,
         )
+
+    @property
+    def lines(self) -> list[str]:
+        """What the run says about its prompts at the start: the training prompts, and `notes`."""
+        return list(dict.fromkeys([str(self.report), *self.notes]))
 
     @property
     def texts(self) -> list[str]:

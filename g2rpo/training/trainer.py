@@ -159,7 +159,7 @@ class Trainer:
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
         step = kept.get("iteration", 0)
         self.comparison = self.comparison.resumed(self.out) if step else self.comparison
-        self.prompt_report = "; ".join(filter(None, (str(prompts.report), self.comparison.note)))
+        self.prompt_report = "; ".join(filter(None, (*prompts.lines, self.comparison.note)))
 
         if settings.deterministic:
             _use_deterministic_algorithms()

@@ -62,8 +62,9 @@ def test_json_layouts(tmp_path):
 
 
 def test_jsonl(tmp_path):
-    data = '{"prompt": "a", "id": 1}\n\n"plain"\r\n{"text": "b"}'
+    data = '{"prompt": "a", "id": 1}\n\n{"caption": "plain"}\r\n{"text": "b"}'
     assert texts(tmp_path / "p.jsonl", data) == ["a", "plain", "b"]
+    assert texts(tmp_path / "p.jsonl", '"a"\n\n"b"\n') == ["a", "b"]
 
 
 def test_geneval_keeps_what_rewards_need():

@@ -20,7 +20,7 @@ from g2rpo.__main__ import app
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation import lineup
 from g2rpo.evaluation.evaluate import evaluate
-from g2rpo.evaluation.matching import read_pixels
+from g2rpo.evaluation.image_files import read_pixels
 from g2rpo.evaluation.stats import difference_over_prompts, mean_over_prompts
 from g2rpo.inference import sample as sampling
 from g2rpo.inference.images import read_png_text

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from support.painted_images import paint
 
-from g2rpo.evaluation.matching import in_order, match, read_pixels, size_of
+from g2rpo.evaluation.image_files import read_pixels, size_of
+from g2rpo.evaluation.matching import in_order, match
 from g2rpo.evaluation.score_folder import score
 from g2rpo.inference.images import save_png
 
@@ -79,8 +80,14 @@ def test_a_mapping_pairs_by_file_and_brings_metadata(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["gone.png", "a.png", "also.png"], r"2 of 3 files of .*gone\.png, also\.png"),
-        (["a.png", "b.png", "../in/a.png"], r"line 3: \.\./in/a\.png is in line 1 already"),
+        (
+            ["gone.png", "also.png"],
+            r"no file in .*\n2 of 2 files .*\n  gone\.png: there is no such file\n  also",
+        ),
+        (["a.png", "b.png", "./a.png"], r"line 3: \./a\.png is in line 1 already"),
+        (["a.png", "../in/a.png"], r"line 2: '\.\./in/a\.png' lies outside the folder of images"),
+        (["/etc/a.png"], r"line 1: '/etc/a\.png' lies outside the folder of images"),
+        (["sub/../../a.png"], r"line 1: 'sub/\.\./\.\./a\.png' lies outside the folder of images"),
         ([None], r"line 1: a mapping names the image in `file`; this record has none"),
         ([7], r"this record has 7"),
     ],
@@ -190,14 +197,79 @@ def broken_files(folder):
     frames[0].save(folder / "moving.webp", save_all=True, append_images=frames[1:], lossless=True)
 
 
+def test_names_are_matched_as_they_are_written(tmp_path):
+    folder = paint(tmp_path / "in", {" a.png": 1, "b.png": 2, "\tc.PNG": 3})
+    (folder / "b.png").rename(folder / "b.png ")
+    names = [" a.png", "\tc.PNG", "b.png ", "A.png", "c.PNG"]
+    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"file": name, "prompt": "x"}) for name in names))
+    found = match(folder, mapping=str(tmp_path / "m.jsonl"))
+    assert [item.name for item in found.items] == names and set(found.sizes) == {
+        " a.png",
+        "\tc.PNG",
+        "b.png ",
+    }
+    assert "' a.png' is there" in found.unreadable["A.png"]
+    assert "'\\tc.PNG' is there, which differs in blanks" in found.unreadable["c.PNG"]
+
+
+MODES = {
+    "cmyk.jpg": (("CMYK", "JPEG"), "mode CMYK (ink amounts"),
+    "float.png": (("F", "TIFF"), "mode F (floating-point values"),
+    "int32.png": (("I", "TIFF"), "mode I (32-bit values"),
+    "ycbcr.png": (("YCbCr", "TIFF"), "mode YCbCr"),
+    "lab.webp": (("LAB", "TIFF"), "mode LAB"),
+    "portable.png": (("RGB", "PPM"), "its content is none of PNG, JPEG"),
+    "postscript.png": (("RGB", "EPS"), "its content is none of PNG, JPEG"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_without_defined_colours_are_refused_by_name(tmp_path, name):
+    (mode, format), said = MODES[name]
+    image = Image.new(mode, (4, 4)) if mode == "LAB" else Image.new("RGB", (4, 4), (9, 8, 7)).convert(mode)
+    image.save(tmp_path / name, format)
+    for read in (size_of, read_pixels):
+        with pytest.raises(ValueError, match=r"cannot be read as an image: ") as caught:
+            read(tmp_path / name)
+        assert said in str(caught.value) and name in str(caught.value)
+
+
+def test_16_bit_grey_with_transparency_is_refused_and_8_bit_lies_on_white(tmp_path):
+    grey = np.full((2, 2), 40, dtype=np.uint8)
+    Image.fromarray(grey.astype(np.uint16)).save(tmp_path / "16.png", transparency=40)
+    with pytest.raises(ValueError, match="mode I;16 with a transparent value is not supported"):
+        read_pixels(tmp_path / "16.png")
+    Image.fromarray(grey).save(tmp_path / "8.png", transparency=40)
+    assert read_pixels(tmp_path / "8.png").unique().tolist() == [1]
+
+
+def test_damage_is_found_even_if_a_reward_tolerates_truncation(tmp_path, monkeypatch):
+    noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    data = {}
+    for name in ("a.png", "a.jpg", "a.webp"):
+        Image.fromarray(noise).save(tmp_path / name)
+        data[name] = (tmp_path / name).read_bytes()
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
+    for name, content in data.items():
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(ValueError, match="damaged or cut off"):
+            read_pixels(tmp_path / name)
+    flipped = bytearray(data["a.png"])
+    flipped[flipped.index(b"IDAT") + 30] ^= 1
+    for content in (bytes(flipped), data["a.png"][:-12]):  # a wrong checksum; no end
+        (tmp_path / "a.png").write_bytes(content)
+        with pytest.raises(ValueError, match="damaged or cut off"):
+            read_pixels(tmp_path / "a.png")
+
+
 @pytest.mark.parametrize("name", ["text.png", "empty.jpg", "moving.webp"])
-def test_what_cannot_be_read_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, name):
+def test_where_no_file_can_be_read_no_model_is_loaded(tmp_path, monkeypatch, name):
     broken_files(tmp_path / "in")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "loads.py").write_text("raise RuntimeError('a model was loaded')")
     (tmp_path / "m.jsonl").write_text(
-        f'{{"file": "good.png", "prompt": "x"}}\n{{"file": "{name}", "prompt": "y"}}'
+        f'{{"file": "gone.png", "prompt": "x"}}\n{{"file": "{name}", "prompt": "y"}}'
     )
-    with pytest.raises(ValueError, match=rf"{name} cannot be read as an image"):
+    with pytest.raises(ValueError, match=rf"no file in .*\n2 of 2 .*\n  gone.png: .*\n  {name}: "):
         score(tmp_path / "in", ["loads:score"], mapping=str(tmp_path / "m.jsonl"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

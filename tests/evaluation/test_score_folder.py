@@ -175,9 +175,58 @@ def test_rows_are_on_disk_when_a_file_breaks_off(tmp_path, own):
     data = (folder / "2.png").read_bytes()
     (folder / "2.png").write_bytes(data[: len(data) // 2 + 8])  # a good header, then torn data
     (tmp_path / "p.txt").write_text("a\nb\nc\n")
-    with pytest.raises(ValueError, match=r"2\.png cannot be read as an image"):
-        score(folder, ["own_rewards:red"], prompts="p.txt", out="out", batch=1, say=quiet)
-    assert reds(tmp_path / "out") == {"0.png": 0, "1.png": 10}
+    done = score(folder, ["own_rewards:red"], prompts="p.txt", out="out", batch=1, say=quiet)
+    assert list(done.unreadable) == ["2.png"] and done.rewards["own_rewards:red"].n == 2
+    lines = (tmp_path / "out" / "scores.csv").read_text().splitlines()
+    assert lines[-1] == "2.png,c,,"
+    (folder / "2.png").write_bytes(data)  # repaired: only this one is scored
+    own.CALLS.clear()
+    done = score(folder, ["own_rewards:red"], prompts="p.txt", out="out", batch=1, say=quiet)
+    assert not done.unreadable and [prompts for _, prompts, _ in own.CALLS] == [["c"]]
+    assert reds(tmp_path / "out") == {"0.png": 0, "1.png": 10, "2.png": 20}
+
+
+def test_all_bad_files_are_listed_at_once(tmp_path, own):
+    folder = paint(tmp_path / "in", {f"{i}.png": 10 * i for i in range(3)})
+    data = (folder / "2.png").read_bytes()
+    damaged = bytearray(data)
+    damaged[damaged.index(b"IDAT") + 6] ^= 4
+    (folder / "checksum.png").write_bytes(damaged)
+    (folder / "cut.png").write_bytes(data[:50])
+    (folder / "page.png").write_text("<!DOCTYPE html><html>Log in</html>")
+    (folder / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (folder / "empty.png").touch()
+    (folder / "folder.png").mkdir()
+    (folder / "no_suffix").write_bytes(data)
+    bad = ["checksum.png", "cut.png", "empty.png", "folder.png", "gone.png", "page.png", "pointer.png"]
+    good = ["0.png", "1.png", "2.png", "no_suffix"]
+    (tmp_path / "m.jsonl").write_text("".join(f'{{"file": "{n}", "prompt": "p"}}\n' for n in [*bad, *good]))
+    words = [
+        "score",
+        "--images",
+        str(folder),
+        "--rewards",
+        "own_rewards:red",
+        "--map",
+        "m.jsonl",
+        "--out",
+        "out",
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    listed = result.output.partition("7 of 11 files cannot be read as images and have no score:\n")[
+        2
+    ].splitlines()
+    assert [line.split(":")[0].strip() for line in listed[:7]] == bad
+    reasons = dict(line.strip().split(": ", 1) for line in listed[:7])
+    assert "0 bytes" in reasons["empty.png"] and "a folder" in reasons["folder.png"]
+    assert "web page" in reasons["page.png"] and "Git LFS" in reasons["pointer.png"]
+    assert "no such file" in reasons["gone.png"] and "damaged or cut off" in reasons["checksum.png"]
+    rows = (tmp_path / "out" / "scores.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == [*bad, *good]
+    assert [row for row in rows if row.endswith(",p,,")] == [f"{name},p,," for name in bad]
+    summary = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert list(summary["unreadable"]) == bad and summary["rewards"]["own_rewards:red"]["n"] == 4
 
 
 def test_only_what_changed_is_scored_again(tmp_path, own):

@@ -6,7 +6,7 @@ import torch
 from g2rpo.data.prompts import as_prompts
 from g2rpo.evaluation import lineup
 from g2rpo.evaluation.evaluate import evaluate
-from g2rpo.evaluation.matching import read_pixels
+from g2rpo.evaluation.image_files import read_pixels
 from g2rpo.inference import sample as sampling
 from g2rpo.inference.images import read_png_text
 from g2rpo.inference.open import open_policy

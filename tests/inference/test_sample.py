@@ -23,9 +23,8 @@ from g2rpo.inference.sample import (
     sample_to_folder,
     share_of_first,
     start_noise,
-    write_comparison,
-    write_samples,
 )
+from g2rpo.inference.sample_folder import write_comparison, write_samples
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.models.policy import Conditioning, Policy
 
