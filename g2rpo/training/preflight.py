@@ -200,7 +200,9 @@ def _digest(settings: Settings) -> str:
     """A hash of the settings that the results depend on, and of the number of processes."""
     # Those that may change in a resumed run have no effect here, except how the policy is computed.
     unrelated = {*MAY_CHANGE} - {"device", "compile_blocks", "shard_size"}
-    values = {name: value for name, value in settings.model_dump().items() if name not in unrelated}
+    values = {
+        name: value for name, value in settings.resolved().model_dump().items() if name not in unrelated
+    }
     options = values.get("reward_options", {})
     values["reward_options"] = {
         name: {key: value for key, value in own.items() if key not in ("headers", "api_key_env")}

@@ -64,8 +64,10 @@ class RewardCheck:
 
     @property
     def noise_over_spread(self) -> float:
-        """The noise relative to the spread; NaN if both are 0."""
-        return self.noise / self.spread if self.spread > 0 else (math.nan if self.noise == 0 else math.inf)
+        """The noise relative to the spread; NaN if one is not known, or both are 0."""
+        if self.spread > 0 or not self.noise > 0 or math.isnan(self.spread):
+            return self.noise / self.spread if self.spread > 0 else math.nan
+        return math.inf
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class StepChecks:
             self._counts[kind] = self._counts.get(kind, 0) + 1
         skipped = self._skips and self._skipped <= self._max_skips
         outcome = "skipped" if skipped else f"the run stops{self._limit()}"
-        self.findings.append(Finding(kinds[-1], f"{what}; {outcome}", {"in_a_row": self._skipped}))
+        self.findings.append(Finding(kinds[0], f"{what}; {outcome}", {"in_a_row": self._skipped}))
         return skipped
 
     @property
