@@ -58,7 +58,14 @@ def run(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
 
     def train(out="run", **changes):
-        values = {**SMALL, "num_steps": 3, "granularities": [1], "update_batch": 64, "checkpoint_every": 1}
+        values = {
+            **SMALL,
+            "num_steps": 3,
+            "granularities": [1],
+            "update_batch": 64,
+            "checkpoint_every": 1,
+            "lora_rank": 2,
+        }
         values |= {"rewards": {"nonfinite_rewards:brightness": 1.0}, "cache": str(folder / "cache")}
         return g2rpo.train("tiny", **{**values, "out": str(tmp_path / out), **changes})
 
@@ -71,7 +78,7 @@ def module_of(out, step):
     return {name: tensor for name, tensor in tensors.items() if name.startswith("module")}
 
 
-@pytest.mark.parametrize("what", [LOSS, GRADIENT])
+@pytest.mark.parametrize("what", [LOSS, pytest.param(GRADIENT, marks=pytest.mark.long)])
 def test_a_run_stops_or_skips_as_configured_and_says_where(run, tmp_path, monkeypatch, what):
     with monkeypatch.context() as patch:
         broken_loss(patch, what, {2})
@@ -120,6 +127,7 @@ def test_missing_rewards_skip_the_update_until_the_limit_and_the_run_resumes(run
     assert done.finished and isinstance(done.metrics[-1]["loss"], float)
 
 
+@pytest.mark.long
 def test_a_skip_that_is_resumed_gives_the_numbers_of_the_undisturbed_run(run, monkeypatch):
     """The third update is broken; a stop just before it, and one just after it."""
     changes = {"iterations": 4, "on_nonfinite": "skip"}
@@ -148,7 +156,14 @@ def train_broken(what, *settings):
 )
 def test_processes_agree_on_what_only_one_of_them_sees(tmp_path, folder, what, on_nonfinite):
     """Without an agreement one would take the step or end, and the other would wait for it for ever."""
-    values = {**SMALL, "num_steps": 3, "granularities": [1], "update_batch": 64, "iterations": 3}
+    values = {
+        **SMALL,
+        "num_steps": 3,
+        "granularities": [1],
+        "update_batch": 64,
+        "iterations": 3,
+        "lora_rank": 2,
+    }
     del values["rewards"]
     settings = [f"{name}={value}".lower() for name, value in values.items()]
     settings += ["rewards.tiny_preference=1.0", f"cache={folder / 'cache'}", f"out={tmp_path / 'run'}"]

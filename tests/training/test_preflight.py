@@ -102,7 +102,9 @@ def test_a_resumed_run_does_not_repeat_it_unless_settings_changed(run, tmp_path,
     changes = {"iterations": 2, "rewards": {"tiny_preference": 1.0}}
     run(stop_after=1, **changes)
     assert capsys.readouterr().out.count("pre-flight: reward") == 1
-    settings = load_settings("tiny", {**SMALL, "num_steps": 3, "out": str(tmp_path / "run"), **changes})
+    settings = load_settings(
+        "tiny", {**SMALL, "num_steps": 3, "lora_rank": 2, "out": str(tmp_path / "run"), **changes}
+    )
     assert Preflight.if_due(settings, 1, print) is None
     assert Preflight.if_due(settings, 0, print) is not None, "the run begins again"
     for change, due in (
