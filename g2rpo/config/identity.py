@@ -47,6 +47,8 @@ MAY_CHANGE = (
     "compare_images",
     "cache",
     "max_invalid_fraction",
+    "on_nonfinite",
+    "max_skips",
     "compile_blocks",
     "shard_size",
 )

@@ -160,6 +160,12 @@ class Settings(BaseModel):
     """Reward name -> options of that reward, such as the path of its model (docs/rewards.md)."""
     max_invalid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The run stops with a checkpoint if more than this share of an iteration's samples has no reward."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens if the loss or the gradient of an optimizer step is NaN or infinite on any process, or if
+    an iteration exceeds max_invalid_fraction: the run stops, or the optimizer step (the iteration's update)
+    is skipped and counted."""
+    max_skips: Count = 10
+    """With on_nonfinite = "skip", the run stops after this many skips in a row."""
 
     # Evaluation.
     eval_every: CountOrOff = 0

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 SnapshotTime = Literal["never", "first", "each"]
 
+ROLLOUT_RATIO = "rollout_ratio_dev"
+"""Name in `Loss.max` of the largest |ratio - 1| between the rollout and the update's first forward."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -218,6 +221,20 @@ class Objective(Protocol):
             snapshot: of these rows; None if none was taken.
         """
         ...
+
+    @property
+    def ratio_clip(self) -> float | None:
+        """The largest |ratio - 1| that the loss uses; None: there is no such bound, or no ratio."""
+        return None
+
+    def ratio_noise(self, rows: Rows, snapshot: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns |ratio - 1| between the rollout and the update, with the same weights; None: no ratio.
+
+        Args:
+            rows: all rows of an optimizer step on this process.
+            snapshot: their snapshot from before the first optimizer step.
+        """
+        return None
 
     def forwards_per_row(self, optimizer_steps: int) -> RowForwards:
         """Returns what a row costs in an iteration of so many optimizer steps."""

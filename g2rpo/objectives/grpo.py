@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.flow.sde import coefficient, noise_step, transition_log_prob
-from g2rpo.objectives.base import Context, Loss, Objective, Rows, SnapshotTime
+from g2rpo.objectives.base import ROLLOUT_RATIO, Context, Loss, Objective, Rows, SnapshotTime
 from g2rpo.rollouts.score import Rollout
 
 
@@ -134,13 +134,23 @@ class GrpoObjective(Objective):
             kl = step_kl(mean, mean_reference, std).where(finite_rows.flatten(), 0.0).mean()
             value = value + self.kl_beta * kl
             metrics["kl"] = kl.detach()
-        off = (before - rows.rollout_log_prob).exp().sub(1).abs().where(finite_rows, 0.0)
-        largest["rollout_ratio_dev"] = off.max()
+        largest[ROLLOUT_RATIO] = self.ratio_noise(rows, {"log_prob": before}).max()
         by_step = {}
         if rows.velocity is not None:
             departed = self.departure(rows, mean, std) if snapshot is None else snapshot["departure"]
             by_step["velocity_dev"] = (rows.step, departed.where(finite_rows.all(1), torch.nan))
         return Loss(value, metrics, largest, by_step)
+
+    @property
+    def ratio_clip(self) -> float:
+        """The clip range."""
+        return self.clip_range
+
+    def ratio_noise(self, rows: Rows, snapshot: Mapping[str, Tensor]) -> Tensor:
+        """Returns |ratio - 1|, [n, G], of the snapshot to the rollout; 0 for a step that is not finite."""
+        assert isinstance(rows, GrpoRows)
+        off = (snapshot["log_prob"] - rows.rollout_log_prob).exp().sub(1).abs()
+        return off.where(rows.rollout_log_prob.isfinite(), 0.0)
 
     @torch.no_grad()
     def departure(self, rows: GrpoRows, mean: Tensor, std: Tensor) -> Tensor:

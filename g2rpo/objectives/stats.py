@@ -30,10 +30,11 @@ def reward_metrics(
     Returns:
         reward/<name> (mean), reward_std/<name> (mean spread within groups), invalid_fraction/<name>,
         anchor_reward/<name> (if the anchor has an image, of pointwise rewards), advantage_abs,
-        advantage_clipped (with a bound), invalid_fraction and, for several granularities,
-        granularity_rank_correlation.
+        advantage_clipped (with a bound), invalid_fraction, nonfinite_reward (number of scores that are
+        missing or infinite, if there are any) and, for several granularities, granularity_rank_correlation.
+        Means of rewards are computed in float64.
     """
-    rewards = torch.stack([r.rewards for r in rollouts], 1)  # [R, P, K, J, G]
+    rewards = torch.stack([r.rewards for r in rollouts], 1).double()  # [R, P, K, J, G]
     finite = rewards.isfinite()
     rewards = rewards.where(finite, torch.nan)
     policy_finite = torch.stack([r.policy_finite for r in rollouts])  # [P, K, G]
@@ -45,12 +46,16 @@ def reward_metrics(
         metrics[f"invalid_fraction/{name}"] = (~finite[r].all(-2) & policy_finite).float().mean().item()
         if rollouts[0].anchor_rewards is not None and name not in groupwise:
             anchors = torch.stack([a for x in rollouts if (a := x.anchor_rewards) is not None])
-            metrics[f"anchor_reward/{name}"] = anchors[:, r].nanmean().item()
+            metrics[f"anchor_reward/{name}"] = anchors[:, r].double().nanmean().item()
     all_advantages = torch.stack(list(advantages))
     metrics["advantage_abs"] = all_advantages.abs().mean().item()
     if clip is not None:
         metrics["advantage_clipped"] = (all_advantages.abs() >= clip).float().mean().item()
     metrics["invalid_fraction"] = invalid_share(rollouts)
+    # One image may score all steps of a path; then it counts once.
+    of_images = policy_finite if rewards.shape[2] > 1 else policy_finite.all(1, keepdim=True)
+    if missing := int((~finite & of_images[:, :, None]).sum()):
+        metrics["nonfinite_reward"] = float(missing)
     if rewards.shape[3] > 1:
         metrics["granularity_rank_correlation"] = rank_correlation(rewards).item()
     return metrics

@@ -23,6 +23,7 @@ from g2rpo.rewards.checked import score_batch
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.rollouts.cells import CellJudge
 from g2rpo.rollouts.explore import Exploration
+from g2rpo.rollouts.first_images import FirstImages
 from g2rpo.rollouts.plan import Plan
 from g2rpo.runtime.random import keyed_generator
 from g2rpo.runtime.timing import Timer
@@ -105,6 +106,7 @@ def score(
     keep_images: bool = False,
     keep_latents: bool = False,
     timer: Timer | None = None,
+    first_images: FirstImages | None = None,
 ) -> list[Rollout]:
     """Decodes and scores every distinct image once, and returns one rollout per group.
 
@@ -117,6 +119,7 @@ def score(
         keep_images: whether the rollouts keep the images.
         keep_latents: whether the rollouts keep the clean latents.
         timer: receives the laps "decode" and "reward".
+        first_images: receives the first images with their scores.
 
     Raises:
         ValueError: the number of prompts or metadata differs from that of the groups, or no rewards.
@@ -130,14 +133,7 @@ def score(
         )
     if not rewards:
         raise ValueError("no rewards given; give at least one")
-    owners = [
-        p for _ in range(len(exploration.latents)) for p in range(num_prompts) for _ in range(group_size)
-    ]
-    latents = exploration.latents.flatten(0, 2)
-    if exploration.anchor_latents is not None:
-        owners += range(num_prompts)
-        latents = torch.cat([latents, exploration.anchor_latents])
-
+    latents, owners = _images_to_score(exploration)
     pointwise: dict[str, Any] = {name: r for name, r in rewards.items() if not is_groupwise(r)}
     groupwise: dict[str, Any] = {name: r for name, r in rewards.items() if is_groupwise(r)}
     cells = CellJudge(groupwise, prompts, metadata, group_size, len(exploration.latents) * num_prompts)
@@ -151,16 +147,21 @@ def score(
                 timer.lap("decode")
             prompt_rows = owners[batch]
             image_metadata = None if metadata is None else [metadata[p] for p in prompt_rows]
-            batch_scores = score_batch(pointwise, pixels, [prompts[p] for p in prompt_rows], image_metadata)
+            image_prompts = [prompts[p] for p in prompt_rows]
+            batch_scores = score_batch(pointwise, pixels, image_prompts, image_metadata)
             scores.append(batch_scores.masked_fill(~finite, torch.nan))
             cells.add(pixels, finite)
             if timer is not None:
                 timer.lap("reward")
+            if first_images is not None:
+                first_images.add(pixels, image_prompts, image_metadata, group_size, num_prompts)
             if keep_images:
                 kept_images.append((pixels * 255).round().to(torch.uint8).cpu())
 
     scores_of = dict(zip(pointwise, torch.cat(scores, dim=1), strict=True)) | cells.scores(len(latents))
     all_scores = torch.stack([scores_of[name] for name in rewards])
+    if first_images is not None:
+        first_images.set_scores(all_scores)
     tree_shape = (len(exploration.latents), num_prompts, group_size)
     num_tree = len(exploration.latents) * num_prompts * group_size
     branch_of_step = [b for b, branch in enumerate(plan.branches) for _ in branch.noise_steps]
@@ -212,6 +213,16 @@ def train_mask(plan: Plan, group_size: int, seed: int, iteration: int, prompt_in
         generator = keyed_generator(seed, iteration, prompt_index, "trained", member)
         mask[torch.randperm(num_noise_steps, generator=generator)[: plan.num_trained], member] = True
     return mask
+
+
+def _images_to_score(exploration: Exploration) -> tuple[Tensor, list[int]]:
+    """Returns the clean latents of all distinct images, those of the anchors last, and the group of each."""
+    num_images, num_prompts, group_size = exploration.latents.shape[:3]
+    owners = [p for _ in range(num_images) for p in range(num_prompts) for _ in range(group_size)]
+    latents = exploration.latents.flatten(0, 2)
+    if exploration.anchor_latents is None:
+        return latents, owners
+    return torch.cat([latents, exploration.anchor_latents]), [*owners, *range(num_prompts)]
 
 
 def _decode(policy: Policy, latents: Tensor) -> tuple[Tensor, Tensor]:

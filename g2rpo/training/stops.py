@@ -13,13 +13,13 @@ from g2rpo.run.run import RunStopped
 
 
 def not_finite(out: Path, iteration: int, error: Exception) -> RunStopped:
-    """The error of a run whose gradient contains NaN or infinity."""
+    """The error of a run with a loss or gradient that contains NaN or infinity."""
     checkpoint = latest_checkpoint(out)
     return RunStopped(
         f"iteration {iteration}: {error}. "
         f"{f'The newest checkpoint is {checkpoint}' if checkpoint else 'There is no checkpoint yet'}; "
-        "the same command would end here again: start another out=FOLDER with a lower lr, or examine the "
-        "rewards of that iteration"
+        "the same command would end here again: start another out=FOLDER with a lower lr, examine the "
+        "rewards of that iteration, or leave such steps out with on_nonfinite=skip and enough max_skips"
     )
 
 
@@ -31,13 +31,20 @@ def reward_exited(out: Path, step: int, error: Exception) -> RunStopped:
     )
 
 
+def invalid_text(settings: Settings, rollouts: Sequence[Rollout], errors: Mapping[str, str]) -> str:
+    """Says that too many samples of an iteration are invalid, and why."""
+    return (
+        f"{invalid_share(rollouts):.0%} of the samples have no reward "
+        f"(max_invalid_fraction={settings.max_invalid_fraction}): "
+        f"{why_invalid(rollouts, list(settings.rewards), errors)}"
+    )
+
+
 def too_many_invalid(
     settings: Settings, step: int, rollouts: Sequence[Rollout], errors: Mapping[str, str]
 ) -> RunStopped:
     """The error of a run with too many invalid samples, after its `step` iterations were saved."""
     return RunStopped(
-        f"iteration {step + 1}: {invalid_share(rollouts):.0%} of the samples have no reward "
-        f"(max_invalid_fraction={settings.max_invalid_fraction}): "
-        f"{why_invalid(rollouts, list(settings.rewards), errors)}. A checkpoint of iteration "
+        f"iteration {step + 1}: {invalid_text(settings, rollouts, errors)}. A checkpoint of iteration "
         f"{step} is in {Path(settings.out).expanduser()}"
     )

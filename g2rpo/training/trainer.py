@@ -13,6 +13,7 @@ all processes need for advantages and metrics, are gathered, and the first proce
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -71,11 +72,13 @@ from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from g2rpo.training.preflight import Preflight
 from g2rpo.training.result import Run, interrupted_run
 from g2rpo.training.reward_checks import loaded_and_checked
 from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.side_files import rebuild_untrained
-from g2rpo.training.stops import not_finite, reward_exited, too_many_invalid
+from g2rpo.training.step_checks import REWARD, StepChecks
+from g2rpo.training.stops import invalid_text, not_finite, reward_exited, too_many_invalid
 from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
 
 
@@ -109,6 +112,8 @@ def _use_deterministic_algorithms() -> None:
 
 class Trainer:
     """The state of a run: policy, optimizer, rewards, prompts, and the number of iterations done."""
+
+    preflight: Preflight | None = None  # during the first iteration of a run
 
     def __init__(
         self,
@@ -267,6 +272,7 @@ class Trainer:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(describe_run(settings, self.algorithm, self.policy, self.parameters, self.step))
             notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
+            self.preflight = Preflight.if_due(settings, self.step, progress.note)
             try:
                 changes = self._train(writer, progress, last, notes)
             except KeyboardInterrupt:
@@ -275,6 +281,7 @@ class Trainer:
                 self.save()
                 raise reward_exited(self.out, self.step, error) from error
             except NotFinite as error:
+                self.checks.report(self.out, progress.note)
                 if error.steps_done == 0:  # else the weights are half an update on
                     self.save()
                 raise not_finite(self.out, self.step + 1, error) from error
@@ -297,6 +304,7 @@ class Trainer:
 
     def _restore(self) -> None:
         """Loads the checkpoint of a resumed run; seeds the random generators of a new one."""
+        self.checks = StepChecks(self.settings.on_nonfinite, self.settings.max_skips)
         if self.checkpoint is None:
             seed_everything(self.settings.seed)
             return
@@ -305,8 +313,9 @@ class Trainer:
         loaded = load_newest(self.out, lambda path: load_checkpoint(path, state))  # with its generators
         if loaded is None:
             raise ValueError(f"{self.checkpoint} was removed while the run was starting")
-        self.checkpoint, values = loaded
-        self.step = values["iteration"]
+        self.checkpoint, stored = loaded
+        self.step = stored["iteration"]
+        self.checks.load_state_dict(stored.get("step_checks", {}))  # earlier versions stored none
 
     def _copies(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of the trained weights that a checkpoint stores, by their name in it."""
@@ -364,6 +373,8 @@ class Trainer:
             rollouts, cond, rollout_metrics = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
             update_metrics = self.learn(rollouts, cond)
+            self.checks.report(self.out, progress.note)
+            self.checks.end_iteration()
             seconds = time.perf_counter() - began
             metrics = {"step": self.step, "seconds": seconds, **rollout_metrics, **update_metrics}
             writer.write(metrics | self.checkpoint_seconds | peak_memory(self.policy.device))
@@ -414,7 +425,10 @@ class Trainer:
             decode_batch=settings.decode_batch,
             keep_latents=self.objective.needs_latents,
             timer=timer,
+            first_images=self.preflight.first_images() if self.preflight else None,
         )
+        if self.preflight:
+            self.preflight.score_again(trained, self.policy.device)
         seconds = {f"seconds_{part}": value for part, value in timer.seconds().items()}
         trained_rows = samples.plan.nfe(settings.group_size, self.policy.forwards_per_sample)["update"]
         a_row = algorithm.forwards_per_row(samples.plan, settings.group_size, settings.gradient_checkpointing)
@@ -429,8 +443,13 @@ class Trainer:
         settings, algorithm = self.settings, self.algorithm
         began = time.perf_counter()
         every_rollout = [r for share in gathered([r.for_statistics() for r in rollouts]) for r in share]
-        self._check_valid(every_rollout)
+        self.checks.begin_iteration(
+            self.step + 1, [self.stream.at(r.prompt_index, 1)[0].text for r in every_rollout]
+        )
+        enough_valid = self._enough_valid(every_rollout)
         advantages = algorithm.advantages(every_rollout, list(settings.rewards.values()))
+        if self.preflight:
+            self.preflight.observe(every_rollout, advantages)
         first = rank() * len(rollouts)
         own = [one.to(self.policy.device) for one in advantages[first : first + len(rollouts)]]
         rate = learning_rate(
@@ -445,17 +464,23 @@ class Trainer:
             self.step,
         )
         self.mid_update = True
-        learned = update(
-            self.policy,
-            self.objective,
-            self.objective.rows(rollouts, own, context).split(algorithm.update, settings.group_size),
-            cond,
-            self.optimizer,
-            max_grad_norm=settings.max_grad_norm,
-            update_batch=settings.update_batch,
-            reference=self.reference,
-            behaviour=velocity_with(self.policy, self.parameters, self.behaviour) if self.behaviour else None,
-        )
+        learned = {"loss": math.nan, "grad_norm": math.nan}  # of an iteration without an update
+        if enough_valid:
+            learned = update(
+                self.policy,
+                self.objective,
+                self.objective.rows(rollouts, own, context).split(algorithm.update, settings.group_size),
+                cond,
+                self.optimizer,
+                max_grad_norm=settings.max_grad_norm,
+                update_batch=settings.update_batch,
+                reference=self.reference,
+                behaviour=(
+                    velocity_with(self.policy, self.parameters, self.behaviour) if self.behaviour else None
+                ),
+                checks=self.checks,
+                before_first_step=self._report_preflight,
+            )
         update_ema(self.ema, self.parameters, settings.ema_decay, self.step)
         self.step += 1
         if rank() == 0:
@@ -468,12 +493,21 @@ class Trainer:
         rewards |= self.curriculum.observe(every_rollout, advantages, names)
         return {**rewards, **learned, "lr": rate, "seconds_update": time.perf_counter() - began}
 
-    def _check_valid(self, rollouts: Sequence[Rollout]) -> None:
-        if invalid_share(rollouts) > self.settings.max_invalid_fraction:
-            self.save()
-            own_errors = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
-            errors = {name: error for errors in own_errors for name, error in errors.items()}
-            raise too_many_invalid(self.settings, self.step, rollouts, errors)
+    def _report_preflight(self, ratio_noise: float | None) -> None:
+        if self.preflight:
+            self.preflight.report(ratio_noise, self.objective.ratio_clip, self.optimizer)
+            self.preflight = None
+
+    def _enough_valid(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether enough samples have a reward; otherwise the update is skipped, or the run stops."""
+        if invalid_share(rollouts) <= self.settings.max_invalid_fraction:
+            return True
+        own_errors = gathered({name: e for name, r in self.rewards.items() if (e := r.last_error)})
+        errors = {name: error for errors in own_errors for name, error in errors.items()}
+        if self.checks.may_skip(invalid_text(self.settings, rollouts, errors), REWARD):
+            return False
+        self.save()
+        raise too_many_invalid(self.settings, self.step, rollouts, errors)
 
     def save(self, best: bool = False) -> None:
         """Writes a checkpoint of the iterations done, unless it exists; with `best`, RUN/best names it."""
@@ -483,6 +517,7 @@ class Trainer:
         state: dict[str, Any] = {"module": root_module(self.policy), "optimizer": self.optimizer}
         state |= {"focus": self.curriculum, "rollout_batch": self.rollout_batch, "random": self.random}
         state |= {"initial": self.initial} if self.initial else {}
+        state["step_checks"] = self.checks.state_dict()
         state |= self._copies()
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
         with self.interrupt.deferred():  # half a checkpoint is none

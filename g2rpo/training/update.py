@@ -3,7 +3,8 @@
     split      the rows of each optimizer step (Rows.split)
     snapshot   values by the weights before the first step, or before each, if the objective asks for them
     loss       of one batch of rows after the other: reference, behaviour and policy velocity, then backward
-    step       the norm of the gradient is limited, and a gradient that is not finite stops the run
+    step       the norm of the gradient is limited, and a loss or gradient that is not finite is agreed on by
+               all processes, which stop or skip the step (step_checks.py)
 
 Each process holds the rows of its own groups. Gradients are averaged over processes, so the loss of a batch
 is weighted by its share of the rows of all processes. A process with fewer rows of an optimizer step than
@@ -21,25 +22,16 @@ import torch
 from torch import Tensor
 
 from g2rpo.models.policy import Conditioning, Policy, root_module, trained_parameters
-from g2rpo.objectives.base import Loss, Objective, Rows
+from g2rpo.objectives.base import ROLLOUT_RATIO, Loss, Objective, Rows
 from g2rpo.runtime.processes import gathered, world_size
 from g2rpo.runtime.sharding import full_tensor
 from g2rpo.training.ema import swapped_weights
 from g2rpo.training.optimizer import fill_missing_gradients
+from g2rpo.training.step_checks import NotFinite, StepChecks
+
+__all__ = ["NotFinite", "reference_of", "update", "velocity_with"]
 
 Velocity = Callable[[Tensor, Tensor, Conditioning], Tensor]
-
-
-class NotFinite(RuntimeError):
-    """The gradient of an optimizer step is not finite; that step was not taken.
-
-    Attributes:
-        steps_done: optimizer steps of this update that were taken before. 0: the weights are as they were.
-    """
-
-    def __init__(self, norm: float, steps_done: int, num_steps: int) -> None:
-        super().__init__(f"the gradient's norm is {norm} at optimizer step {steps_done + 1} of {num_steps}")
-        self.steps_done = steps_done
 
 
 def reference_of(policy: Policy, lora: bool) -> Velocity:
@@ -92,6 +84,8 @@ def update(
     update_batch: int = 16,
     reference: Velocity | None = None,
     behaviour: Velocity | None = None,
+    checks: StepChecks | None = None,
+    before_first_step: Callable[[float | None], None] = lambda ratio_noise: None,
 ) -> dict[str, float]:
     """Trains the policy on the rows of one iteration.
 
@@ -102,14 +96,20 @@ def update(
         max_grad_norm: gradients are scaled down to this norm.
         update_batch: rows of one forward and backward; changes results by rounding only.
         reference, behaviour: velocities of these policies, for an objective that needs them.
+        checks: what happens to a step whose loss or gradient is not finite; None: it stops the run.
+        before_first_step: called on every process before the weights change, with the largest |ratio - 1|
+            between the rollout and the update on this process; None: there is no ratio.
 
     Returns:
-        loss, grad_norm and the metrics of the objective: averages, maxima, and `name/k` by noise step.
+        loss, grad_norm and the metrics of the objective: averages, maxima, and `name/k` by noise step. Steps
+        that were skipped count only in nonfinite_loss and nonfinite_grad; if all were, loss and grad_norm are
+        NaN.
 
     Raises:
-        NotFinite: a gradient that is not finite. No optimizer step was taken with it, but with several steps
-            some before it may have been taken.
+        NotFinite: a loss or gradient that is not finite and is not skipped. No optimizer step was taken with
+            it, but with several steps some before it may have been taken.
     """
+    checks = checks or StepChecks()
     loop = _Loop(policy, objective, cond, reference, behaviour, next(p[:1] for p in parts if len(p)))
     steps = [(part, *loop.batches(part, update_batch)) for part in parts]
     when = objective.snapshot_at(len(steps))
@@ -120,19 +120,29 @@ def update(
         snapshot = loop.snapshot(part, batches) if when == "each" else snapshots[number]
         prepared = objective.prepare(part, snapshot)
         optimizer.zero_grad(set_to_none=True)
-        metrics.append(loop.backward(prepared, batches, num_rows, snapshot))
+        measured = loop.measured()
+        of_step = loop.backward(prepared, batches, num_rows, snapshot)
         fill_missing_gradients(parameters)
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
-        metrics[-1]["grad_norm"] = norm
-        if not bool(norm.isfinite()):
+        of_step["grad_norm"] = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+        if number == 0:
+            before_first_step(loop.ratio_noise(parts, snapshots))
+        try:
+            loss = of_step.get("loss", torch.zeros_like(of_step["grad_norm"]))
+            accepted = checks.accepts(loss, of_step["grad_norm"], number, len(steps), len(metrics))
+        except NotFinite:
             optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(norm.item(), number, len(steps))
-        optimizer.step()
+            raise
+        if accepted:
+            optimizer.step()
+            metrics.append(of_step)
+        else:
+            loop.restore(measured)
     optimizer.zero_grad(set_to_none=True)  # the next rollout needs the memory of the gradients
     names = dict.fromkeys(name for of_step in metrics for name in of_step)
     none = parts[0].x.new_zeros(())  # of a step that has rows on other processes only
     means = {n: torch.stack([of_step.get(n, none) for of_step in metrics]).mean().item() for n in names}
-    return _over_processes(means, loop.largest())
+    means = means or dict.fromkeys(("loss", "grad_norm"), math.nan)
+    return _over_processes(means, loop.largest()) | checks.counts
 
 
 @dataclass(frozen=True)
@@ -283,6 +293,24 @@ class _Loop:
             totals, counts = sums.tolist()
             found |= {f"{name}/{k}": totals[k] / n for k, n in enumerate(counts) if n}
         return found
+
+    def ratio_noise(
+        self, parts: Sequence[Rows], snapshots: Sequence[Mapping[str, Tensor] | None]
+    ) -> float | None:
+        """The largest |ratio - 1| between rollout and update, of the snapshots and of the rows so far."""
+        values = [self.maxima[ROLLOUT_RATIO]] if ROLLOUT_RATIO in self.maxima else []
+        for part, snapshot in zip(parts, snapshots, strict=True):
+            if snapshot and (noise := self.objective.ratio_noise(part, snapshot)) is not None:
+                values.append(noise.max())
+        return torch.stack(values).max().item() if values else None
+
+    def measured(self) -> tuple[dict[str, Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
+        """A copy of what was measured so far."""
+        return dict(self.maxima), {name: list(values) for name, values in self.by_step.items()}
+
+    def restore(self, measured: tuple[dict[str, Tensor], dict[str, list[tuple[Tensor, Tensor]]]]) -> None:
+        """Forgets what was measured since `measured`, because its optimizer step was skipped."""
+        self.maxima, self.by_step = measured
 
     def _measure(self, loss: Loss) -> None:
         for name, value in loss.max.items():
