@@ -67,9 +67,10 @@ def _blurred(brightness: Tensor) -> Tensor:
 def _repetition(detail: Tensor) -> Tensor:
     """The largest min(r(p), r(2 p), r(3 p)) along the second axis."""
     side = detail.shape[1]
-    periods = torch.arange(SHORTEST_PERIOD, side // PERIODS_PER_SIDE + 1, device=detail.device)
-    if not len(periods):
+    longest = side // PERIODS_PER_SIDE
+    if longest < SHORTEST_PERIOD:
         return detail.new_zeros(())
+    periods = torch.arange(SHORTEST_PERIOD, longest + 1, device=detail.device)
     power = torch.fft.rfft(detail, dim=1).abs().square().mean(0)
     autocorrelation = torch.fft.irfft(power, n=side) / side
     multiples = torch.stack([periods, 2 * periods, 3 * periods])

@@ -206,11 +206,14 @@ def fall_scores(
 def pending_best(
     evaluations: Sequence[Evaluation], trained: Mapping[str, float], untrained: Sequence[str]
 ) -> int | None:
-    """Iteration of the best evaluation by a metric that has fallen, confirmed or not yet; None: none has."""
+    """Iteration of the best evaluation by a metric that has fallen, confirmed or not, by however little.
+
+    None: no metric has.
+    """
     for values in _series(evaluations, trained, untrained).values():
-        found = falls(values, evaluations)
-        if found and found[-1] is not None and found[-1].is_fall:
-            return found[-1].best_step
+        found = fall_of(values)
+        if found is not None and found[1].z <= -FALL_Z:
+            return evaluations[found[0]].step
     return None
 
 
