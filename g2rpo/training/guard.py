@@ -138,31 +138,39 @@ class Guard:
         """
         found: list[Finding] = []
         if rank() == 0:
-            self._read(out, step)
-            evaluations = self._evaluations(step)
-            if evaluations and evaluations[-1].step == step:
-                names = self.untrained or self.embedded
-                names = [name for name in names if name in evaluations[-1].scores]
-                found += reward_findings(evaluations, self.trained, names)
-                found += image_findings(evaluations)
-                best = pending_best(evaluations, self.trained, names)
-                if best is not None:
-                    self._pin(out, best)
-            found += rollout_findings(self._lines or [], self.trained_in_rollouts, self.evaluates)
+            found = self.findings(out, step)
+            best = pending_best(*self._compared(step))
+            if best is not None:
+                self._pin(out, best)
             found = self._new(out, step, found)
         return gathered(found)[0]
+
+    def findings(self, out: Path, step: int) -> list[Finding]:
+        """What the run folder shows after iteration `step`; writes nothing and does not communicate."""
+        self._read(out, step)
+        evaluations, trained, untrained = self._compared(step)
+        found = reward_findings(evaluations, trained, untrained) + image_findings(evaluations)
+        lines = [line for line in self._lines or [] if line["step"] <= step]
+        return found + rollout_findings(lines, self.trained_in_rollouts, self.evaluates)
+
+    def _compared(self, step: int) -> tuple[list[Evaluation], dict[str, float], list[str]]:
+        """The evaluations until one of `step`, and the trained and the untrained metrics; none otherwise."""
+        if step not in self._records:
+            return [], {}, []
+        evaluations = self._evaluations(step)
+        scores = evaluations[-1].scores
+        trained = {name: weight for name, weight in self.trained.items() if name in scores}
+        return evaluations, trained, [name for name in self.untrained or self.embedded if name in scores]
 
     def metrics(self, out: Path, step: int) -> dict[str, float]:
         """Returns guard/fall_z/<metric> of the evaluation after iteration `step`, on the first process."""
         if rank():
             return {}
         self._read(out, step)
-        evaluations = self._evaluations(step)
-        if len(evaluations) < 2 or evaluations[-1].step != step:
+        evaluations, trained, untrained = self._compared(step)
+        if len(evaluations) < 2:
             return {}
-        names = [name for name in self.untrained or self.embedded if name in evaluations[-1].scores]
-        scores = fall_scores(evaluations, self.trained, names)
-        return {f"guard/fall_z/{name}": z for name, z in scores.items()}
+        return {f"guard/fall_z/{n}": z for n, z in fall_scores(evaluations, trained, untrained).items()}
 
     def stopped(self, out: Path, step: int, found: Sequence[Finding]) -> RunStopped:
         """The error that ends a run with on_warning stop or rollback, whose checkpoint of `step` is saved."""
@@ -183,25 +191,25 @@ class Guard:
 
     def _read(self, out: Path, step: int) -> None:
         """Reads the records and the metrics that are not in memory yet."""
-        for path in sorted((out / "evaluations").glob("step_*.json")):
+        folder = out / "evaluations"
+        paths = sorted(folder.glob("step_*.json")) if self._lines is None else []
+        for path in dict.fromkeys([*paths, folder / f"{step_name(step)}.json"]):
             match = STEP.fullmatch(path.stem)
-            number = int(match[1]) if match else -1
-            if match and number <= step and (number == step or number not in self._records):
-                try:
-                    self._records[number] = json.loads(path.read_text(encoding="utf-8"))
-                except (ValueError, OSError) as error:
-                    LOG.warning("the guard leaves out %s, which cannot be read: %s", path, error)
+            if match is None or int(match[1]) > step or not path.is_file():
+                continue
+            try:
+                self._records[int(match[1])] = json.loads(path.read_text(encoding="utf-8"))
+            except (ValueError, OSError) as error:
+                LOG.warning("the guard leaves out %s, which cannot be read: %s", path, error)
         if self._lines is None:
             file = out / "metrics.jsonl"
             lines = read_metrics(file) if file.is_file() else []
             self._lines = [self._kept(line) for line in lines if "seconds" in line]
 
     def _evaluations(self, step: int) -> list[Evaluation]:
-        """The evaluations until `step` that have the same images as the last one."""
+        """The evaluations until that of `step` that have the same images."""
         steps = sorted(n for n in self._records if n <= step)
-        if not steps:
-            return []
-        last = self._records[steps[-1]]
+        last = self._records[step]
         alike = [n for n in steps if all(self._records[n].get(c) == last.get(c) for c in CONDITIONS)]
         names = [*last["scores"], *last.get("guard_scores", {})]
         return [self._evaluation(n, last, names) for n in alike]
@@ -223,6 +231,8 @@ class Guard:
 
     def _new(self, out: Path, step: int, found: Sequence[Finding]) -> list[Finding]:
         """Writes the warnings that are new, and returns them; with stop and rollback those known as well."""
+        if not found:
+            return []
         known = {(line["kind"], line.get("metric")) for line in read_warnings(out)}
         new = [finding for finding in found if (finding.kind, finding.metric) not in known]
         for finding in new:

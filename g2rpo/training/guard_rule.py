@@ -5,9 +5,10 @@ before,
 
     z = mean of the paired differences / their standard error <= -FALL_Z
 
-and the fall is at least SMALLEST_FALL of what the metric had gained by then. A fall is *confirmed* if the
-evaluation before found one too, or if z <= -CLEAR_FALL_Z. The highest of several noisy means is too high by
-chance, and one evaluation can be unlucky, hence the two conditions.
+where the error is at least that of the paired gains since the first evaluation (see `fall_of`), and the
+fall is at least SMALLEST_FALL of what the metric had gained by then. A fall is *confirmed* if the evaluation
+before found one too, or if z <= -CLEAR_FALL_Z. The highest of several noisy means is too high by chance, and
+one evaluation can be unlucky, hence the conditions.
 
     reward hacking   an untrained metric has fallen, confirmed, while a trained one is not lower than then
     collapse         the trained rewards together have fallen, confirmed, or an untrained one and all trained
@@ -32,7 +33,7 @@ from g2rpo.evaluation.stats import mean_and_error
 
 Array = NDArray[np.float64]
 
-FALL_Z, CLEAR_FALL_Z = 2.5, 4.5
+FALL_Z, CLEAR_FALL_Z = 2.5, 3.8
 SMALLEST_FALL = 0.2
 """Share of the gain that a fall must reach; further falls are found, however small, if there was no gain."""
 
@@ -146,14 +147,19 @@ def paired(now: Array, before: Array) -> Difference:
 def fall_of(values: Sequence[Array]) -> tuple[int, Difference, float] | None:
     """Index of the highest evaluation before the last, the change since, and the gain by then.
 
+    The error of the change is at least that of the gains since the first evaluation: images of neighbouring
+    evaluations are nearly equal, and their own error leaves out how far a policy wanders by chance.
     None: there are fewer than two evaluations, or none before the last has a mean.
     """
     means = [_mean(value) for value in values[:-1]]
     known = [i for i, mean in enumerate(means) if math.isfinite(mean)]
     if not known:
         return None
-    best = max(known, key=lambda i: means[i])
-    return best, paired(values[-1], values[best]), means[best] - means[known[0]]
+    first, best = known[0], max(known, key=lambda i: means[i])
+    change = paired(values[-1], values[best])
+    errors = [paired(values[-1], values[first]).error, paired(values[best], values[first]).error]
+    largest = max([change.error, *(error for error in errors if math.isfinite(error))])
+    return best, Difference(change.mean, largest, change.pairs), means[best] - means[first]
 
 
 def _mean(values: Array) -> float:
