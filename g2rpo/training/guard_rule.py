@@ -179,21 +179,18 @@ def combined(evaluations: Sequence[Evaluation], weights: Mapping[str, float]) ->
     return total
 
 
-def falls(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> list[Fall | None]:
-    """The fall at each evaluation of a series of per-image values."""
-    every: list[Fall | None] = []
-    for end in range(1, len(series) + 1):
-        found = fall_of(series[:end])
-        every.append(found and Fall(evaluations[found[0]].step, found[1], max(found[2], 0.0)))
-    return every
+def fall(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> Fall | None:
+    """The fall of a metric at the last evaluation, given its values [N] at each; None: nothing to compare."""
+    found = fall_of(series)
+    return None if found is None else Fall(evaluations[found[0]].step, found[1], max(found[2], 0.0))
 
 
-def _confirmed(every: Sequence[Fall | None]) -> Fall | None:
-    """The last fall, if it is confirmed."""
-    last = every[-1] if every else None
+def _confirmed(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> Fall | None:
+    """The fall at the last evaluation, if it is confirmed."""
+    last = fall(series, evaluations)
     if last is None or not last.is_fall:
         return None
-    before = every[-2] if len(every) > 1 else None
+    before = fall(series[:-1], evaluations)
     return last if last.is_clear or (before is not None and before.is_fall) else None
 
 
@@ -248,36 +245,36 @@ def reward_findings(
         return []
     series = _series(evaluations, trained, untrained)
     found: list[Finding] = []
-    confirmed = {name: _confirmed(falls(values, evaluations)) for name, values in series.items()}
-    if (fall := confirmed.get(TRAINED)) is not None:
+    confirmed = {name: _confirmed(values, evaluations) for name, values in series.items()}
+    if (together := confirmed.get(TRAINED)) is not None:
         names = " + ".join(trained)
-        found.append(_finding(COLLAPSE, names, fall, "the trained reward is falling", ""))
+        found.append(_finding(COLLAPSE, names, together, "the trained reward is falling", ""))
     for name in untrained:
-        if (fall := confirmed.get(name)) is None:
+        if (own := confirmed.get(name)) is None:
             continue
-        best = next(e for e in evaluations if e.step == fall.best_step)
+        best = next(e for e in evaluations if e.step == own.best_step)
         changes = {reward: paired(evaluations[-1].scores[reward], best.scores[reward]) for reward in trained}
         risen = {n: d for n, d in changes.items() if d.mean * trained[n] >= 0}
         if risen:
             others = "; ".join(f"{n} {d}" for n, d in risen.items())
             text = f", while what is trained did not fall: {others}"
-            found.append(_finding(HACKING, name, fall, "the run may exploit its reward", text))
+            found.append(_finding(HACKING, name, own, "the run may exploit its reward", text))
         else:
             text = ", and so did all that is trained" if trained else ""
-            found.append(_finding(COLLAPSE, name, fall, "the policy is getting worse", text))
+            found.append(_finding(COLLAPSE, name, own, "the policy is getting worse", text))
     return found
 
 
-def _finding(kind: str, metric: str, fall: Fall, summary: str, rest: str) -> Finding:
-    since = f"since iteration {fall.best_step}" if fall.best_step else "since before training"
-    message = f"{summary}: {metric} fell {since} ({fall.change}){rest}"
+def _finding(kind: str, metric: str, found: Fall, summary: str, rest: str) -> Finding:
+    since = f"since iteration {found.best_step}" if found.best_step else "since before training"
+    message = f"{summary}: {metric} fell {since} ({found.change}){rest}"
     details = {
-        "change": fall.change.mean,
-        "standard_error": fall.change.error,
-        "images": fall.change.pairs,
-        "gain_before": fall.gain,
+        "change": found.change.mean,
+        "standard_error": found.change.error,
+        "images": found.change.pairs,
+        "gain_before": found.gain,
     }
-    return Finding(kind, metric, message, fall.best_step, details)
+    return Finding(kind, metric, message, found.best_step, details)
 
 
 # Limits of the mean of a statistic at two evaluations in a row, relative to the first evaluation.

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.processes import run_processes, train_as
 from support.small_runs import timeless
 
 from g2rpo.config.load import load_settings
@@ -204,3 +205,35 @@ def test_values_are_averaged_over_the_processes(monkeypatch):
     )
     metrics = mean_over_processes({"nfe": 3, "guard/latent_rms": 1.0})
     assert metrics == {"nfe": 3, "guard/latent_rms": 2.0}
+
+
+def test_two_processes_measure_what_one_does(tmp_path):
+    """With sharded weights, of which the first process alone computes the KL, within the gathered ones."""
+    changes = [
+        "iterations=2",
+        "eval_every=1",
+        "eval_prompts=world:heldout",
+        "num_eval_prompts=17",
+        "device=cpu",
+    ]
+    changes += [
+        "prompts=world:demo",
+        "tensorboard=false",
+        "max_sequence_length=8",
+        f"cache={tmp_path / 'cache'}",
+    ]
+    lines = []
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        ended = run_processes(
+            count, train_as, "flux_tiny_random", *changes, f"out={out}", log=tmp_path / f"log_{count}"
+        )
+        assert [code for code, _ in ended] == [0] * count, "\n".join(text for _, text in ended)
+        assert "image statistics alone" in ended[0][1] and ended[-1][1].count("guard:") == (count == 1)
+        lines.append(read_metrics(out / "metrics.jsonl"))
+    for one, two in zip(*lines, strict=True):
+        names = [name for name in one if name.startswith("guard/")]
+        assert names == [name for name in two if name.startswith("guard/")] and len(names) > 3
+        for name in names:
+            assert two[name] == pytest.approx(one[name], rel=0.02, abs=0.01), name
+    assert lines[1][-1]["guard/kl"] > 0
