@@ -1,7 +1,5 @@
 """Rewards for runs of the toy family: one that is trained, and held-out ones that follow it or not."""
 
-import torch
-
 SWEET_SPOT = 0.56
 
 
@@ -17,12 +15,3 @@ def follows(images, prompts, metadata=None):
 def sweet(images, prompts, metadata=None):
     """Rises with brightness up to a point and falls beyond it, as a metric does whose proxy is exploited."""
     return -(images.mean((1, 2, 3)) - SWEET_SPOT).abs()
-
-
-def darkness(images, prompts, metadata=None):
-    return 1 - images.mean((1, 2, 3))
-
-
-def noise_free_random(images, prompts, metadata=None):
-    """A number that depends on the pixels and has nothing to do with brightness."""
-    return torch.sin(1000 * images.flatten(1).sum(1))
