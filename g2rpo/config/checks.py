@@ -60,6 +60,11 @@ def check_evaluation(settings: Settings) -> None:
     if settings.eval_every and settings.eval_prompts is None:
         raise ValueError(f"eval_every={settings.eval_every} needs eval_prompts, such as world:demo or a file")
     if settings.keep_best is None:
+        if settings.on_warning == "rollback":
+            raise ValueError(
+                "on_warning='rollback' returns to the best checkpoint, which a run keeps only with "
+                "keep_best=REWARD and eval_every=N; set them, or take on_warning='stop'"
+            )
         return
     rewards = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
     if settings.keep_best not in rewards:

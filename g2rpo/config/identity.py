@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "eval_num_steps",
     "sample_every",
     "num_sample_prompts",
+    "on_warning",
     "compare_images",
     "cache",
     "max_invalid_fraction",

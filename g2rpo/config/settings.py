@@ -183,6 +183,10 @@ class Settings(BaseModel):
     num_sample_prompts: Count = 8
     """Number of prompts in a sample grid."""
 
+    on_warning: Literal["warn", "stop", "rollback"] = "warn"
+    """What follows when the guard finds that a reward is exploited or the policy collapses (docs/guard.md).
+    warn: go on; stop: end with a checkpoint; rollback: end, and RUN/latest names the best checkpoint."""
+
     compare_images: CountOrOff = 0
     """Number of images of training prompts, and of unseen prompts, that are made before and after training
     with equal seeds. 0 = no comparison."""

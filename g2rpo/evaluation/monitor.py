@@ -20,6 +20,8 @@ from g2rpo.config.identity import reward_identity
 from g2rpo.config.settings import Settings
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import Prompt
+from g2rpo.evaluation.guard_values import GuardValues
+from g2rpo.evaluation.image_statistics import image_statistics
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.images import grid, save_png
 from g2rpo.inference.sample import sample_images
@@ -75,6 +77,7 @@ class Evaluator:
         cache: embeddings of the prompts.
         num_steps, shift: denoising steps and shift of the sigmas.
         batch: images per forward.
+        guard: what is measured for the guard of a run; None: nothing.
     """
 
     policy: Policy
@@ -83,11 +86,14 @@ class Evaluator:
     num_steps: int
     shift: float
     batch: int
+    guard: GuardValues | None = None
 
     def images(self, image_set: ImageSet) -> Tensor:
         """Samples a set of images: [N, 3, H, W] in [0, 1], rounded to 8 bits, on the CPU of every process."""
         prompts, seeds = image_set.prompts[_share()], image_set.seeds[_share()]
         own_images = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
+        if self.guard is not None:
+            self.guard.step_sizes.sums.clear()
         # A process without images too: all of them gather the weights.
         with undisturbed(self.policy.resident()):
             if prompts:
@@ -99,33 +105,42 @@ class Evaluator:
                     seeds=seeds,
                     batch=self.batch,
                     cond=self.cache.get(self.policy, prompts),
+                    observe=None if self.guard is None else self.guard.step_sizes.observe,
                 )
                 own_images = (images * 255).round().to(torch.uint8)
         return _merged(own_images).float() / 255
 
-    def scores(self, image_set: ImageSet, images: Tensor) -> dict[str, Tensor]:
+    def scores(
+        self, image_set: ImageSet, images: Tensor, rewards: Mapping[str, Reward] | None = None
+    ) -> dict[str, Tensor]:
         """Scores the images [N, 3, H, W] of a set: reward name -> [N], NaN for an image without a score.
+
+        Args:
+            rewards: by name; None: those of the run.
 
         Raises:
             RewardUnusable: on all processes, if it is raised on any.
         """
-        own_scores = run_together(lambda: self._own_scores(image_set, images))
+        used = self.rewards if rewards is None else rewards
+        own_scores = run_together(lambda: self._own_scores(image_set, images, used))
         return {
             name: _merged(torch.cat(parts) if parts else torch.empty(0)) for name, parts in own_scores.items()
         }
 
-    def _own_scores(self, image_set: ImageSet, images: Tensor) -> dict[str, list[Tensor]]:
+    def _own_scores(
+        self, image_set: ImageSet, images: Tensor, rewards: Mapping[str, Reward]
+    ) -> dict[str, list[Tensor]]:
         """Scores this process's images, in batches."""
-        scores: dict[str, list[Tensor]] = {name: [] for name in self.rewards}
+        scores: dict[str, list[Tensor]] = {name: [] for name in rewards}
         images = images[_share()]
         own_texts, own_metadata = image_set.prompts[_share()], image_set.metadata[_share()]
-        with scoring(self.rewards.values()):
+        with scoring(rewards.values()):
             for low in range(0, len(images), self.batch):
                 rows = slice(low, low + self.batch)
                 part = images[rows].to(self.policy.device)
                 prompts, metadata = list(own_texts[rows]), list(own_metadata[rows])
-                batch_scores = score_batch(self.rewards, part, prompts, metadata).cpu()
-                for name, values in zip(self.rewards, batch_scores, strict=True):
+                batch_scores = score_batch(rewards, part, prompts, metadata).cpu()
+                for name, values in zip(rewards, batch_scores, strict=True):
                     scores[name].append(values)
         return scores
 
@@ -139,9 +154,11 @@ class Evaluator:
         Returns:
             eval/<name> and eval_se/<name>: mean and standard error over the images with a score. If step 0
             had the same images and denoising steps and the reward was the same, also eval_gain/<name> and
-            eval_gain_se/<name>: mean and standard error of the paired differences to step 0.
+            eval_gain_se/<name>: mean and standard error of the paired differences to step 0. Values for the
+            guard, if there is one, are called guard/<name> (guard_values.py).
         """
-        scores = self.scores(image_set, self.images(image_set))
+        images = self.images(image_set)
+        scores = self.scores(image_set, images)
         folder = out / "evaluations"
         conditions = {
             "prompts": list(image_set.prompts),
@@ -158,6 +175,8 @@ class Evaluator:
         )
         record = conditions | {"scores": {name: values.tolist() for name, values in scores.items()}}
         record |= {"judges": descriptions, "options": options}
+        guard_record, guard_metrics = self._guard_values(image_set, images, folder, step)
+        record |= guard_record
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             write_record(folder / f"step_{step:06d}.json", record)
@@ -174,7 +193,36 @@ class Evaluator:
             if name in start:
                 gain = values - torch.tensor(start[name])
                 result[f"eval_gain/{name}"], result[f"eval_gain_se/{name}"] = _mean_of_finite(gain)
-        return result
+        compared = {} if self.guard is None else dict(self.guard.compare(out, step))
+        return result | guard_metrics | compared
+
+    def _guard_values(
+        self, image_set: ImageSet, images: Tensor, folder: Path, step: int
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Additions to the record of an evaluation, and metrics; every process must call this."""
+        if self.guard is None:
+            return {}, {}
+        metrics = self.guard.step_sizes.metrics()
+        own_statistics = image_statistics(images[_share()])
+        statistics = {name: _merged(values) for name, values in own_statistics.items()}
+        scores = self.scores(image_set, images, self.guard.rewards) if self.guard.rewards else {}
+        metrics |= {f"guard/{name}": _mean_of_finite(v)[0] for name, v in (statistics | scores).items()}
+        metrics |= self.guard.drift(
+            self.policy,
+            self.cache,
+            image_set.prompts,
+            image_set.seeds,
+            self.num_steps,
+            self.shift,
+            folder,
+            step,
+            undisturbed(self.policy.resident()),
+        )
+        record = {
+            "statistics": {name: values.tolist() for name, values in statistics.items()},
+            "guard_scores": {name: values.tolist() for name, values in scores.items()},
+        }
+        return record, metrics
 
 
 def _first_record(out: Path) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def sample_images(
     seeds: Sequence[int],
     batch: int = 16,
     cond: Conditioning | None = None,
+    observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Samples one image per prompt.
 
@@ -62,6 +63,8 @@ def sample_images(
         seeds: N; image i depends on prompt i and seed i alone, up to the rounding of other batch sizes.
         batch: images per forward.
         cond: N rows of conditioning, such as cached ones; None: the policy encodes the prompts.
+        observe: called with the number of each denoising step and its velocities, and with `num_steps` and
+            the final latents, batch by batch.
 
     Returns:
         [N, 3, H, W] in [0, 1], float32, on the CPU.
@@ -71,7 +74,7 @@ def sample_images(
     """
     if cond is not None and len(cond) != len(prompts):
         raise ValueError(f"{len(cond)} rows of conditioning for {len(prompts)} prompts; give one per prompt")
-    segment = Segment(lambda: policy, num_steps, cond)
+    segment = Segment(lambda: policy, num_steps, cond, observe)
     return sample_segments([segment], prompts, shift=shift, seeds=seeds, batch=batch)
 
 
@@ -83,11 +86,13 @@ class Segment:
         open: returns the policy; called once, when its steps begin.
         num_steps: number of denoising steps.
         cond: one row of conditioning per image; None: the policy encodes the prompts.
+        observe: as for `sample_images`; steps are counted from the segment's first one.
     """
 
     open: Callable[[], Policy]
     num_steps: int
     cond: Conditioning | None = None
+    observe: Callable[[int, Tensor], None] | None = None
 
 
 def sample_segments(
@@ -156,6 +161,10 @@ def _segment(
         for k in range(len(sigmas) - 1):
             velocity = policy.velocity(x, sigmas[k].expand(len(x)), cond[rows])
             x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+            if segment.observe is not None:
+                segment.observe(k, velocity)
+        if segment.observe is not None:
+            segment.observe(len(sigmas) - 1, x)
         results.append((policy.decode(x) if decode else x).cpu())
     return torch.cat(results)
 

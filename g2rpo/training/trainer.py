@@ -51,6 +51,7 @@ from g2rpo.run.groups import append_groups, truncate_groups
 from g2rpo.run.lock import begin_run, exclusive
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import checkpoint_to_resume, describe_run, mark_finished, restart_note
+from g2rpo.run.warnings_file import truncate_warnings
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import (
     any_process,
@@ -71,6 +72,7 @@ from g2rpo.training.components import Components, fingerprint
 from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import follow, swapped_weights, update_ema
 from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
+from g2rpo.training.guard import Guard, latent_metrics, mean_over_processes
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.preflight import Preflight
 from g2rpo.training.result import Run, interrupted_run
@@ -158,7 +160,11 @@ class Trainer:
         self.algorithm = components.make_algorithm(settings)
         self.objective = self.algorithm.objective()
         check_tails(settings, self.objective)
-        self.stream, self.comparison = prompts.stream, prompts.comparison
+        self.stream, self.comparison, self.evaluation_plan = (
+            prompts.stream,
+            prompts.comparison,
+            prompts.evaluation,
+        )
         self.checkpoint = checkpoint_to_resume(settings)
         kept = {} if self.checkpoint is None else read_state(self.checkpoint)
         self.curriculum = Curriculum(self.stream, settings.skip_flat, kept.get("focus"))
@@ -180,6 +186,7 @@ class Trainer:
                 lambda: components.load_rewards(settings, device), settings, prompts, device, policy
             )
         )
+        self.guard = Guard.of(settings, self.rewards, device)
         # Before the policy: on a small GPU both do not fit.
         embed_missing(settings, prompts.texts, device, policy, check=self.sizes_known)
         self.rollout_batch = agreed_rollout_batch(settings, device, kept.get("rollout_batch"))
@@ -207,8 +214,8 @@ class Trainer:
             settings.eval_num_steps,
             self.algorithm.shift,
             self.rollout_batch,
+            self.guard.values,
         )
-        self.evaluation_plan = prompts.evaluation
 
     def _check_weights(self, given_policy: bool, stored: str | None) -> None:
         """Checks the weights before training.
@@ -264,6 +271,7 @@ class Trainer:
         begin_run(self.out, self.recorded_settings)
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
+        truncate_warnings(self.out, self.step or -1)
         writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
         if rank() == 0:
             truncate_groups(self.out, self.step or -1)
@@ -272,6 +280,7 @@ class Trainer:
             self.interrupt, self.random = interrupt, random_state()
             progress.note(describe_run(settings, self.algorithm, self.policy, self.parameters, self.step))
             notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
+            notes += [self.guard.describe()]
             self.preflight = Preflight.if_due(settings, self.step, progress.note)
             try:
                 changes = self._train(writer, progress, last, notes)
@@ -334,11 +343,14 @@ class Trainer:
             self.comparison.draw_before(self.evaluator, self.out)
         if self._evaluate(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
             self.save(best=True)
+        if self.step > 0:
+            self._heed_guard(progress)
         while self.step < last:
             self._iterate(writer, progress)
             best = self._evaluate(writer, progress)
             if best or self.step % self.settings.checkpoint_every == 0 or self.step == last:
                 self._save_timed(best, progress)
+            self._heed_guard(progress)
             if any_process(self.interrupt.requested):
                 raise KeyboardInterrupt
         return self._after(progress) if self.step == self.settings.iterations else []
@@ -350,6 +362,15 @@ class Trainer:
         self.checkpoint_seconds = {"seconds_checkpoint": seconds}
         reason = f"the best yet by {self.settings.keep_best}: " if best else ""
         progress.note(f"{reason}checkpoint in {seconds:.1f} s")
+
+    def _heed_guard(self, progress: RunProgress) -> None:
+        """Shows what the guard finds after this iteration, and ends the run if the settings say so."""
+        found = self.guard.check(self.out, self.step)
+        for finding in found:
+            progress.note(f"warning after iteration {self.step}: {finding.message} (docs/guard.md)")
+        if found and self.settings.on_warning != "warn":
+            self.save()
+            raise self.guard.stopped(self.out, self.step, found)
 
     def _stopped(self, progress: RunProgress) -> Run:
         """After a signal: saves the iterations done, unless a second signal interrupts an update or this."""
@@ -372,12 +393,14 @@ class Trainer:
         ):
             rollouts, cond, rollout_metrics = interrupt.together(self.explore)
         with interrupt.deferred():  # an update and its line of metrics belong together
+            rollout_metrics = mean_over_processes(rollout_metrics)
             update_metrics = self.learn(rollouts, cond)
             self.checks.report(self.out, progress.note)
             self.checks.end_iteration()
             seconds = time.perf_counter() - began
             metrics = {"step": self.step, "seconds": seconds, **rollout_metrics, **update_metrics}
             writer.write(metrics | self.checkpoint_seconds | peak_memory(self.policy.device))
+            self.guard.observe(metrics)
             self.checkpoint_seconds = {}
             self.mid_update, self.random = False, random_state()
         progress.update(metrics)
@@ -436,7 +459,7 @@ class Trainer:
             "nfe": samples.nfe["total"] * world_size(),
             "nfe_update": settings.prompts_per_iteration * trained_rows * a_row,
         }
-        return rollouts, cond, {**nfe, **seconds}
+        return rollouts, cond, {**nfe, **seconds, **latent_metrics(samples)}
 
     def learn(self, rollouts: Sequence[Rollout], cond: Conditioning) -> dict[str, float]:
         """Second half of an iteration: advantages, loss, optimizer steps. Counts it; returns metrics."""
