@@ -48,7 +48,9 @@ def _stopped(world: World) -> Callable[[Path], Case]:
         result: Result = yield Job(run_words(f"stop_after={STOPPED_AT}"), own)
         world.folders["stopped"] = own
         verdict = OK if result.code == 0 else LOST
-        return Outcome("damage:stopped", "the run that is damaged", verdict, "" if verdict == OK else result.text)
+        return Outcome(
+            "damage:stopped", "the run that is damaged", verdict, "" if verdict == OK else result.text
+        )
 
     return case
 
@@ -105,7 +107,10 @@ def _judged(
         return HANG, ""
     if result.traceback:
         return TRACEBACK, result.traceback
-    begun, named = "updated" in result.trace, files[0].name in result.text or files[0].parent.name in result.text
+    begun, named = (
+        "updated" in result.trace,
+        files[0].name in result.text or files[0].parent.name in result.text,
+    )
     updates = result.trace.get("updated", 0)
     if kind == EVERY:
         if result.code == 0 and updates == ITERATIONS - STOPPED_AT:
@@ -116,7 +121,9 @@ def _judged(
             return LOST, "the run began again from nothing"
         return refusal(result, Expected(file="step_00000[12]", allowed="checkpoint"))
     if result.code:
-        refused = refusal(result, Expected(file=files[0].name, allowed=".")) if begun else (MESSAGE, result.text)
+        refused = (
+            refusal(result, Expected(file=files[0].name, allowed=".")) if begun else (MESSAGE, result.text)
+        )
         if kind in CHECKPOINT:
             return LOST, f"an earlier checkpoint is intact, but the run ends: {result.text[-300:]}"
         return refused
@@ -126,7 +133,11 @@ def _judged(
         return MESSAGE, "an earlier checkpoint is used without a word"
     if kind == "metrics.jsonl" and not named and way != "a flipped bit":
         equal = _equal(world, folder)
-        return equal if equal[0] == OK else (MESSAGE, f"metrics.jsonl is damaged, and nothing says so: {equal[1]}")
+        return (
+            equal
+            if equal[0] == OK
+            else (MESSAGE, f"metrics.jsonl is damaged, and nothing says so: {equal[1]}")
+        )
     return _equal(world, folder, lost=kind if named else "")
 
 

@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from faults.jobs import Case, Job, Result
-from faults.outcomes import HANG, LOST, MESSAGE, NOT_REACHED, OK, SILENT, TRACEBACK, Expected, Outcome, refusal
+from faults.outcomes import (
+    HANG,
+    LOST,
+    MESSAGE,
+    NOT_REACHED,
+    OK,
+    SILENT,
+    TRACEBACK,
+    Expected,
+    Outcome,
+    refusal,
+)
 from faults.runs import ITERATIONS, Cases, World, difference, fingerprint, prepare, run_words, tree_hash
 from faults.tracing import Trigger, fill_by_shim, fill_tmpfs
 
@@ -105,14 +116,18 @@ def _trigger(world: World, name: str, kind: str) -> Trigger:
     draw, write = world.random(name), WRITES[kind]
     left = draw.choice([0, 0, draw.randrange(4096), 8192])
     if "function" in write:
-        return Trigger(f"disk:{left}", calls=draw.randint(1, 3) if kind == "metrics" else 1, function=write["function"])
+        return Trigger(
+            f"disk:{left}", calls=draw.randint(1, 3) if kind == "metrics" else 1, function=write["function"]
+        )
     return Trigger(f"disk:{left}", files=draw.randint(1, 2), path=write["path"])
 
 
 def _full_run(place: Path, world: World, name: str, kind: str, disk: str) -> Any:
     trigger = _trigger(world, name, kind)
     full: Result = yield Job(run_words(), place, trigger=trigger, disk=_filler(place, disk))
-    where = f"full at {full.trace.get('fired') or 'no moment'} but for {trigger.action.partition(':')[2]} bytes"
+    where = (
+        f"full at {full.trace.get('fired') or 'no moment'} but for {trigger.action.partition(':')[2]} bytes"
+    )
     if full.timed_out:
         return HANG, where
     if full.traceback:
@@ -124,7 +139,9 @@ def _full_run(place: Path, world: World, name: str, kind: str, disk: str) -> Any
     if full.code == 0:  # the rest fitted, or the write did not matter
         unequal = difference(world.references[1], fingerprint(place / "run"))
         return (SILENT, f"{where}: exit code 0, and {unequal}") if unequal else (OK, where)
-    expected = Expected(file=r"disk/\S+|run/\S+|cache/\S+", found="space|full|free", allowed=r"\d+(\.\d+)? ?([kMG]i?B|bytes)")
+    expected = Expected(
+        file=r"disk/\S+|run/\S+|cache/\S+", found="space|full|free", allowed=r"\d+(\.\d+)? ?([kMG]i?B|bytes)"
+    )
     verdict, detail = refusal(full, expected)
     if verdict == MESSAGE and detail.startswith("only after"):
         verdict, detail = OK, ""
@@ -148,7 +165,10 @@ def _full_command(place: Path, world: World, name: str, kind: str, disk: str) ->
     world.copy("finished 1", place)
     words, out = {
         "export": (["export", "run", "--out", "exported"], "exported"),
-        "sample": (["sample", "tiny", "--prompts", "prompts.txt", "--steps", "1", "--out", "images"], "images"),
+        "sample": (
+            ["sample", "tiny", "--prompts", "prompts.txt", "--steps", "1", "--out", "images"],
+            "images",
+        ),
     }[kind]
     whole: Result = yield Job(words, place)
     expected = tree_hash(place / out)
@@ -159,8 +179,12 @@ def _full_command(place: Path, world: World, name: str, kind: str, disk: str) ->
         mount(place, ROOMY, again=True)
     if whole.code or full.code == 0:
         equal = whole.code == 0 and tree_hash(place / out) == expected
-        return (OK, where) if equal else (SILENT, f"{where}: exit code 0, but files differ: {full.text[-300:]}")
-    verdict, detail = refusal(full, Expected(file=out, found="space|full|free", allowed=r"\d ?([kMG]i?B|bytes)"))
+        return (
+            (OK, where) if equal else (SILENT, f"{where}: exit code 0, but files differ: {full.text[-300:]}")
+        )
+    verdict, detail = refusal(
+        full, Expected(file=out, found="space|full|free", allowed=r"\d ?([kMG]i?B|bytes)")
+    )
     if verdict == MESSAGE and detail.startswith("only after"):
         verdict, detail = OK, ""
     if verdict != OK:

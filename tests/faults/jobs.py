@@ -149,7 +149,14 @@ class _Process:
         trace = json.loads(texts[2]) if texts[2] else {}
         output = self.seen.decode(errors="replace") if self.job.lines is not None else texts[0]
         return Result(
-            self.job.words, self.code or 0, output, texts[1], self.seconds, self.timed_out, trace, self.terminated
+            self.job.words,
+            self.code or 0,
+            output,
+            texts[1],
+            self.seconds,
+            self.timed_out,
+            trace,
+            self.terminated,
         )
 
 
@@ -168,13 +175,18 @@ def _child(job: Job, files: Sequence[Path], writer: int | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts
         os.chdir(job.cwd)
+        os.environ["COLUMNS"] = (
+            "300"  # a table that wraps would break the names that messages are checked for
+        )
         for name, value in job.environment.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
         if "PYTHONUTF8" in job.environment:  # the encoding that a new interpreter would choose
             for stream in (sys.stdout, sys.stderr):
-                stream.reconfigure(encoding="ascii", errors="strict" if stream is sys.stdout else "backslashreplace")
+                stream.reconfigure(
+                    encoding="ascii", errors="strict" if stream is sys.stdout else "backslashreplace"
+                )
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry) != Path(__file__).parents[1]]
         tracer = Tracer(job.trigger, job.watched or job.cwd, files[2], job.disk)
         code = _run(job, tracer)

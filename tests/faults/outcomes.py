@@ -126,10 +126,15 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {"facts": dict(facts), "outcomes": [asdict(outcome) for outcome in outcomes]}
-    (folder / "report.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(
+        json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     lines = ["# Fault campaign", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     verdicts = (OK, *FAILURES, NOT_REACHED)
-    lines += ["| section | cases | " + " | ".join(verdicts) + " |", "| --- |" + " ---: |" * (len(verdicts) + 1)]
+    lines += [
+        "| section | cases | " + " | ".join(verdicts) + " |",
+        "| --- |" + " ---: |" * (len(verdicts) + 1),
+    ]
     for section in sections:
         own = [one for one in outcomes if one.case.startswith(f"{section}:")]
         if own:

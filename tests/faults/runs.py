@@ -51,7 +51,11 @@ def fingerprint(run: Path) -> dict[str, str]:
         if name.startswith("checkpoints/"):
             continue
         if path.suffix in (".json", ".jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+            lines = (
+                path.read_text(encoding="utf-8").splitlines()
+                if path.suffix == ".jsonl"
+                else [path.read_text()]
+            )
             for number, line in enumerate(lines):
                 kept = _timeless(json.loads(line))
                 if set(kept) - {"step"} if isinstance(kept, dict) else kept:
@@ -80,7 +84,9 @@ def difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
     parts += [f"{name} is new" for name in found if name not in expected]
     for name in expected:
         if name in found and expected[name] != found[name]:
-            values = f": {found[name][:120]} instead of {expected[name][:120]}" if len(expected[name]) > 64 else ""
+            values = (
+                f": {found[name][:120]} instead of {expected[name][:120]}" if len(expected[name]) > 64 else ""
+            )
             parts.append(f"{name} differs{values}")
     return f"{len(parts)} differences: " + "; ".join(parts[:3]) if parts else ""
 
@@ -191,7 +197,9 @@ def ended_badly(result: Result) -> tuple[str, str]:
     return "", ""
 
 
-def resumed(world: World, run: Path, results: list[Result], saved: int, processes: int = 1) -> tuple[str, str]:
+def resumed(
+    world: World, run: Path, results: list[Result], saved: int, processes: int = 1
+) -> tuple[str, str]:
     """Verdict and detail of a run that was disturbed and has been resumed.
 
     Args:

@@ -36,12 +36,21 @@ PHASES = {
 }
 # Marks of a trace: functions whose calls and returns are counted and are no phases.
 MARKS = {
-    "loads a model": ("models/registry.py", "load_policy"),
+    "loads a model": ("models/transformer/network.py", "fill"),
     "loads a reward": ("rewards/registry.py", "load_rewards"),
     "restores": ("run/checkpoint.py", "load_checkpoint"),
 }
 _NAMED = {place: name for name, place in (PHASES | MARKS).items()}
-_FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.copyfile")
+_FILES = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "os.link",
+    "shutil.copyfile",
+)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -98,7 +107,11 @@ class Tracer:
         sys.setprofile(self._profile)
 
     def write(self) -> None:
+        """Stops counting and leaves what was seen."""
         sys.setprofile(None)
+        self._leave()
+
+    def _leave(self) -> None:
         state = {
             "calls": self.calls,
             "seconds": self.seconds,
@@ -190,6 +203,7 @@ class Tracer:
         elif action == "disk":
             self.disk(int(detail))
         else:
+            self._leave()  # it may be the end
             for _ in range(2 if action == "signal twice" else 1):
                 os.kill(os.getpid(), getattr(signal, detail))
 
