@@ -25,7 +25,7 @@ def widths() -> dict[str, tuple[int, int]]:
     found = {}
     for file in sorted((tiny_folder()[0] / "transformer").glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():
+            for key in tensors.keys():  # noqa: SIM118 (no mapping)
                 layer = key.removesuffix(".weight")
                 if layer != key and layer.endswith(LAYERS):
                     found[layer] = tuple(tensors.get_slice(key).get_shape())

@@ -1,4 +1,4 @@
-"""Damaged safetensors files, by cause: as an adapter, as weights of the transformer, and as weights of a run."""
+"""Damaged safetensors files, by cause: as an adapter, as a model, and as the weights of a run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def web_page(draw: Any, folder: Path) -> Bad:
 
 
 def pointer(draw: Any, folder: Path) -> Bad:
-    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{draw.randbytes(32).hex()}\nsize {draw.randrange(10**10)}\n"
+    digest, size = draw.randbytes(32).hex(), draw.randrange(10**10)
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n"
     return _bad(draw, folder, "a Git LFS pointer", text.encode(), "LFS", "git lfs pull|download|fetch")
 
 

@@ -12,7 +12,7 @@ from faults.jobs import Result
 from faults.outcomes import Expected, Words
 
 WORDS = (
-    "a red blue green yellow circle star square heart above below left of two three Ünïcode 漢字 🎨".split()
+    "a red blue green yellow circle star square heart above below left of two three Ünïcode 漢字 🎨".split()  # noqa: SIM905
 )
 
 

@@ -60,7 +60,7 @@ def text_for_a_number(draw: Any, folder: Path) -> Bad:
 
 
 def out_of_range(draw: Any, folder: Path) -> Bad:
-    key = draw.choice(COUNTS + ("lr", "adam_eps", "max_grad_norm"))
+    key = draw.choice((*COUNTS, "lr", "adam_eps", "max_grad_norm"))
     value = draw.choice(["0", "-1", "-7"]) if key != "group_size" else draw.choice(["1", "0", "-3"])
     return _setting(draw, folder, "out of range", key, value, value, "greater|at least|above|positive")
 
@@ -87,7 +87,7 @@ def not_finite(draw: Any, folder: Path) -> Bad:
 
 def misspelt(draw: Any, folder: Path) -> Bad:
     key = draw.choice(
-        COUNTS + ("learning_rate", "rewards", "granularities", "eval_every", "num_steps", "train_steps")
+        (*COUNTS, "learning_rate", "rewards", "granularities", "eval_every", "num_steps", "train_steps")
     )
     own = {"learning_rate": "lr"}.get(key, key)
     at = draw.randrange(1, len(key) - 1)

@@ -19,10 +19,10 @@ from faults.runs import Cases, World, undisturbed
 ROOT = Path(__file__).parents[2]
 SECTIONS = {
     "undisturbed": "The runs with which all others are compared, each made twice.",
-    "kills": "SIGKILL at a random moment of each phase; then the same command again (a fifth is killed twice).",
-    "signals": "Requests to stop, once and twice, and a closed pipe, at random moments; then the same command.",
+    "kills": "SIGKILL at a random moment of each phase, a fifth twice; then the same command again.",
+    "signals": "Requests to stop, once and twice, and a closed pipe; then the same command.",
     "ranks": "One of two and one of four processes (gloo) is killed; then the same command.",
-    "damage": "Flipped bits, cut and missing files of a run's folder and of its cache; then the same command.",
+    "damage": "Flipped bits, cut and missing files of a run and of its cache; then the same command.",
     "disk": "The disk is full from one write on; then there is space, and the same command.",
     "inputs": "Generated bad recipes, prompt files, images, adapters and safetensors files.",
     "servers": "Reward servers that fail, in twelve ways, at the start and during a run.",
@@ -112,23 +112,9 @@ def _scratch() -> str | None:
 def _import_everything() -> None:
     """Imports, in the parent of all processes, what commands import: 8 s once instead of each time."""
     sys.path.insert(0, str(ROOT))
-    import diffusers.models.autoencoders.autoencoder_kl
-    import diffusers.models.transformers.transformer_flux
-    import matplotlib.pyplot
-    import peft
-    import safetensors.torch
-    import torch.distributed.checkpoint
-    import torch.utils.tensorboard
-    from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
-
-    import g2rpo.__main__
-    import g2rpo.evaluation.evaluate
-    import g2rpo.evaluation.score_folder
-    import g2rpo.exporters.export
-    import g2rpo.inference.sample
-    import g2rpo.setup.doctor
-    import g2rpo.setup.verify
-    import g2rpo.training.trainer
+    for name in IMPORTED:
+        importlib.import_module(name)
+    import torch
 
     torch.set_num_threads(1)
 
@@ -172,6 +158,24 @@ def _run_all(arguments: argparse.Namespace, world: World, outcomes: list[Outcome
         print(f"{name}: {len(cases)} cases in {time.monotonic() - section_began:.0f} s", flush=True)
 
 
+IMPORTED = (
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "diffusers.models.transformers.transformer_flux",
+    "matplotlib.pyplot",
+    "peft",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.t5.modeling_t5",
+    "g2rpo.__main__",
+    "g2rpo.evaluation.evaluate",
+    "g2rpo.evaluation.score_folder",
+    "g2rpo.exporters.export",
+    "g2rpo.inference.sample",
+    "g2rpo.setup.doctor",
+    "g2rpo.setup.verify",
+    "g2rpo.training.trainer",
+)
 MAKERS = {  # section -> module and function that makes its cases
     "kills": ("kills", "kill_cases"),
     "signals": ("kills", "signal_cases"),

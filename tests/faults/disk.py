@@ -161,7 +161,7 @@ def _full_run(place: Path, world: World, name: str, kind: str, disk: str) -> Any
 
 
 def _full_command(place: Path, world: World, name: str, kind: str, disk: str) -> Any:
-    """`export` and `sample`: one message, nothing half-written in the end, and the same command works later."""
+    """`export` and `sample`: one message, and the same command works when there is space."""
     world.copy("finished 1", place)
     words, out = {
         "export": (["export", "run", "--out", "exported"], "exported"),

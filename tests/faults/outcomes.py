@@ -126,9 +126,8 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {"facts": dict(facts), "outcomes": [asdict(outcome) for outcome in outcomes]}
-    (folder / "report.json").write_text(
-        json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    (folder / "report.json").write_text(f"{text}\n", encoding="utf-8")
     lines = ["# Fault campaign", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     verdicts = (OK, *FAILURES, NOT_REACHED)
     lines += [
@@ -154,8 +153,8 @@ def write_report(
     lines += [] if failed else ["None."]
     for one in failed:
         lines += [
-            f"- `python -m tests.faults --seed {facts['seed']} --only {one.case}`: {one.kind}: **{one.verdict}**. "
-            + one.detail.replace("|", "\\|").replace("\n", " ")[:600]
+            f"- `python -m tests.faults --seed {facts['seed']} --only {one.case}`: {one.kind}: "
+            f"**{one.verdict}**. " + one.detail.replace("|", "\\|").replace("\n", " ")[:600]
         ]
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from faults.jobs import Case, Job, Result
 from faults.outcomes import HANG, LOST, MESSAGE, OK, SILENT, TRACEBACK, Expected, Outcome, refusal
@@ -138,7 +137,7 @@ def _answer(connection: socket.socket, way: str, late: bool, answered: mmap.mmap
     """Answers the requests of one connection."""
     with connection:
         while (request := _request(connection)) is not None:
-            head, body = request
+            _, body = request
             count = len(json.loads(body)["images"]) if body else 0
             if late and (not count or answered[0] < GOOD_ANSWERS):
                 answered[0] += count > 0
