@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from faults.campaign import COUNTS
 from faults.jobs import Result
 from faults.outcomes import MESSAGE, NOT_REACHED, OK, SILENT, TRACEBACK, Expected, refusal
