@@ -25,7 +25,8 @@ SECTIONS = {
     "damage": "Flipped bits, cut and missing files of a run and of its cache; then the same command.",
     "disk": "The disk is full from one write on; then there is space, and the same command.",
     "inputs": "Generated bad recipes, prompt files, images, adapters and safetensors files.",
-    "servers": "Reward servers that fail, in twelve ways, at the start and during a run.",
+    "servers": "Reward servers that fail, in fourteen ways, at the start and during a run.",
+    "properties": "Readers of any bytes, values and headers (hypothesis); a case is a property.",
 }
 COUNTS = {  # section -> cases of the long form, of the short form
     "kills": (333, 18),
@@ -34,7 +35,8 @@ COUNTS = {  # section -> cases of the long form, of the short form
     "damage": (60, 6),
     "disk": (64, 10),
     "inputs": (800, 80),
-    "servers": (24, 6),
+    "servers": (28, 6),
+    "properties": (1000, 20),  # examples of each property
 }
 
 
@@ -184,6 +186,7 @@ MAKERS = {  # section -> module and function that makes its cases
     "disk": ("disk", "disk_cases"),
     "inputs": ("inputs", "input_cases"),
     "servers": ("servers", "server_cases"),
+    "properties": ("properties", "property_cases"),
 }
 
 

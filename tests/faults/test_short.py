@@ -47,7 +47,7 @@ def test_everything_survives(report, section):
     own = [one for one in report["outcomes"] if one["case"].startswith(f"{section}:")]
     failed = [f"{o['case']} ({o['kind']}): {o['verdict']}: {o['detail']}" for o in own if o["verdict"] != OK]
     reached = [one for one in own if one["verdict"] != NOT_REACHED]
-    assert len(own) >= (COUNTS[section][1] if section in COUNTS else 2)
+    assert len(own) >= (COUNTS[section][1] if section not in ("undisturbed", "properties") else 2)
     assert len(reached) >= 0.8 * len(own), "a phase or a kind of write is not reached any more"
     assert not [text for text in failed if f": {NOT_REACHED}: " not in text], "\n".join(failed)
 
