@@ -66,7 +66,7 @@ def _tried(folder: Path, world: World, name: str, generator: Generator) -> Case:
     work.mkdir()
     bad = generator(world.random(name), work)
     before = {path for path in work.rglob("*")}
-    result: Result = yield Job(bad.words, work, environment=bad.environment, timeout=90)
+    result: Result = yield Job(bad.words, work, environment=bad.environment)
     written = [str(path.relative_to(work)) for path in sorted(work.rglob("*")) if path not in before]
     written = [path for path in written if not path.startswith("cache")]
     verdict, detail = _judged(bad, result, written)

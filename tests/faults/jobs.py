@@ -22,7 +22,8 @@ from typing import Any
 from faults.outcomes import Outcome
 from faults.tracing import Tracer, Trigger
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
+"""For a command of a few seconds: the machine may be busy with much else."""
 
 
 @dataclass(frozen=True)

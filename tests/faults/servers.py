@@ -85,7 +85,7 @@ def _failing(folder: Path, world: World, name: str, way: str, late: bool) -> Cas
     try:
         # Proxy variables must not send a request to this machine elsewhere.
         proxies = {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9", "NO_PROXY": None}
-        result: Result = yield Job(words, folder, environment=proxies, timeout=90)
+        result: Result = yield Job(words, folder, environment=proxies)
     finally:
         if server is not None:
             os.kill(server, signal.SIGKILL)
