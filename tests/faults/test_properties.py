@@ -1,6 +1,7 @@
 """Readers return something usable or raise a ValueError that names the file, for any input."""
 
 import pytest
+from hypothesis import settings
 
 from faults.properties import PROPERTIES
 
