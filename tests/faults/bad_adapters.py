@@ -255,7 +255,9 @@ def _reference(tensors: dict[str, Any], folder: Path) -> list[bytes]:
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    return _images(folder / "reference" / "images")
+    images = _images(folder / "reference" / "images")
+    assert images, "the reference was not drawn"
+    return images
 
 
 def convention(draw: Any, folder: Path) -> Bad:

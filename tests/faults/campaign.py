@@ -156,8 +156,10 @@ def _run_all(arguments: argparse.Namespace, world: World, outcomes: list[Outcome
         if arguments.only:
             cases = [case for case in cases if case[0] == arguments.only]
             print(f"the case's folder is below {world.folder}")
+        before = len(outcomes)
         run(cases, max(1, arguments.jobs // 2) if name == "ranks" else arguments.jobs)
-        print(f"{name}: {len(cases)} cases in {time.monotonic() - section_began:.0f} s", flush=True)
+        done = f"{len(outcomes) - before} of {len(cases)} cases"
+        print(f"{name}: {done} in {time.monotonic() - section_began:.0f} s", flush=True)
 
 
 IMPORTED = (

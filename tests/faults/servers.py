@@ -16,7 +16,7 @@ from faults.jobs import Case, Job, Result
 from faults.outcomes import HANG, LOST, MESSAGE, OK, SILENT, TRACEBACK, Expected, Outcome, refusal
 from faults.runs import Cases, World, free_port, newest_step, prepare, run_words
 
-TIMEOUT = 0.6  # seconds, an option of the reward
+TIMEOUT = 3.0  # seconds, an option of the reward
 GOOD_ANSWERS = 2  # before a server begins to fail
 GOOD = b'{"scores": [%s]}'
 # Way to fail -> (what the server sends, what the message says of it). Placeholders are filled by `_answer`.
@@ -105,7 +105,7 @@ def _judged(result: Result, folder: Path, address: str, way: str, late: bool) ->
     if done > max(newest_step(folder / "run"), 0):
         return LOST, f"{done} iterations were done, {newest_step(folder / 'run')} saved"
     cause = WAYS[way][1] if not (late and way == "TLS") else WAYS["refused"][1]
-    verdict, detail = refusal(result, Expected(file=re.escape(address), found=cause, allowed="."))
+    verdict, detail = refusal(result, Expected(file=(re.escape(address), r"\bhttp\b"), found=cause, allowed="."))
     if verdict == MESSAGE and detail.startswith("only after") and (late or way not in AT_THE_START):
         verdict, detail = OK, ""
     shown = [p.name for p in folder.rglob("*") if p.is_file() and b"very-secret-token" in p.read_bytes()]
