@@ -105,7 +105,8 @@ def _judged(result: Result, folder: Path, address: str, way: str, late: bool) ->
     if done > max(newest_step(folder / "run"), 0):
         return LOST, f"{done} iterations were done, {newest_step(folder / 'run')} saved"
     cause = WAYS[way][1] if not (late and way == "TLS") else WAYS["refused"][1]
-    verdict, detail = refusal(result, Expected(file=(re.escape(address), r"\bhttp\b"), found=cause, allowed="."))
+    says = Expected(file=(re.escape(address), r"\bhttp\b"), found=cause, allowed=".")
+    verdict, detail = refusal(result, says)
     if verdict == MESSAGE and detail.startswith("only after") and (late or way not in AT_THE_START):
         verdict, detail = OK, ""
     shown = [p.name for p in folder.rglob("*") if p.is_file() and b"very-secret-token" in p.read_bytes()]
