@@ -134,7 +134,8 @@ def _run_all(arguments: argparse.Namespace, world: World, outcomes: list[Outcome
     chosen = [name for name in arguments.sections.split(",") if name] or list(counts)
     if arguments.only:
         chosen = [arguments.only.partition(":")[0]]
-        counts[chosen[0]] = max(counts[chosen[0]], 10_000)
+        if chosen[0] != "properties":  # there, the number is one of examples
+            counts[chosen[0]] = max(counts[chosen[0]], 10_000)
 
     def run(cases: list, at_once: int) -> None:
         for outcome in run_cases(
@@ -156,7 +157,7 @@ def _run_all(arguments: argparse.Namespace, world: World, outcomes: list[Outcome
         section_began = time.monotonic()
         cases = list(_cases(name, world, counts[name], arguments.short))
         if arguments.only:
-            cases = [case for case in cases if case[0] == arguments.only]
+            cases = [case for case in cases if case[0] in (arguments.only, f"{name}:stopped")]
             print(f"the case's folder is below {world.folder}")
         before = len(outcomes)
         run(cases, max(1, arguments.jobs // 2) if name == "ranks" else arguments.jobs)

@@ -148,12 +148,13 @@ def write_report(
         good = Counter(one.kind for one in own if one.ok)
         lines += [f"| {kind} | {count} | {good[kind]} |" for kind, count in sorted(kinds.items())]
         lines.append("")
+    command = f"python -m tests.faults{' --short' if facts['form'] == 'short' else ''}"
     failed = [one for one in outcomes if not one.ok]
     lines += ["## Failures", ""]
     lines += [] if failed else ["None."]
     for one in failed:
         lines += [
-            f"- `python -m tests.faults --seed {facts['seed']} --only {one.case}`: {one.kind}: "
+            f"- `{command} --seed {facts['seed']} --only {one.case}`: {one.kind}: "
             f"**{one.verdict}**. " + one.detail.replace("|", "\\|").replace("\n", " ")[:600]
         ]
     path = folder / "report.md"
