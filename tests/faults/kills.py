@@ -9,7 +9,17 @@ from typing import Any
 
 from faults.jobs import Case, Job, Result
 from faults.outcomes import HANG, LOST, NOT_REACHED, OK, SILENT, TRACEBACK, Outcome
-from faults.runs import Cases, World, jobs_of, newest_step, prepare, resumed, run_words, tree_hash
+from faults.runs import (
+    Cases,
+    World,
+    ended_badly,
+    jobs_of,
+    newest_step,
+    prepare,
+    resumed,
+    run_words,
+    tree_hash,
+)
 from faults.tracing import PHASES, Trigger
 
 RUN_PHASES = tuple(phase for phase in PHASES if phase != "export")
@@ -54,6 +64,8 @@ def _killed_run(folder: Path, world: World, name: str, phase: str) -> Case:
     if draw.random() < 0.2:  # and once more while it resumes
         again = moment(draw, world.traces[1], draw.choice(RUN_PHASES))
         second: Result = yield Job(run_words(), folder, trigger=again)
+        if second.code not in (*KILLED, 0):
+            return Outcome(name, phase, *ended_badly(second))
         saved = max(saved, second.trace.get("saved", -1))
         where += f", and at {second.trace.get('fired')}"
     last: Result = yield Job(run_words(), folder)
