@@ -24,8 +24,8 @@ RUN = (
     "num_sample_prompts=1 sample_every=2 compare_images=2 checkpoint_every=1 keep_last=2 "
     f"keep_best=colourfulness warmup_iterations=0 ema_decay=0.5 iterations={ITERATIONS}"
 ).split()
-# Parts of names of values that differ between equal runs: times and memory.
-VARYING = ("second", "memory", "time", "bytes", "host", "pid", "free")
+# Parts of names of values that differ between equal runs: times, memory, and checksums of such values.
+VARYING = ("second", "memory", "time", "bytes", "host", "pid", "free", "crc", "checksum")
 # Files that hold such values or belong to one process.
 _IGNORED = ("events.out", ".lock", ".tmp", ".removed", "tensorboard")
 
