@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from faults.outcomes import NOT_REACHED, Outcome, write_report
 from faults.runs import Cases, World, undisturbed
@@ -44,7 +45,7 @@ COUNTS = {  # section -> cases of the long form, of the short form
 def main() -> int:
     arguments = _parse()
     if "FAULTS_SHIM" not in os.environ:
-        return _with_shim()
+        _with_shim()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # folders and mounts are removed
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="g2rpo-faults-", dir=_scratch()))
@@ -56,6 +57,8 @@ def main() -> int:
     finally:
         if not arguments.keep:
             shutil.rmtree(work, ignore_errors=True)
+        if shim := os.environ["FAULTS_SHIM"]:
+            shutil.rmtree(Path(shim).parent, ignore_errors=True)
     failed = [one for one in outcomes if not one.ok and one.verdict != NOT_REACHED]
     facts = {
         "commit": _commit(),
@@ -87,7 +90,7 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-def _with_shim() -> int:
+def _with_shim() -> NoReturn:
     """Starts this command again with the library that fills disks, on one thread per process."""
     folder = Path(tempfile.mkdtemp(prefix="g2rpo-shim-"))
     library = folder / "disk_full.so"
@@ -98,12 +101,8 @@ def _with_shim() -> int:
     if compiler is not None:
         subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
         environment |= {"FAULTS_SHIM": str(library), "LD_PRELOAD": str(library)}
-    try:
-        return subprocess.run(
-            [sys.executable, "-m", "tests.faults", *sys.argv[1:]], env=environment, cwd=ROOT
-        ).returncode
-    finally:
-        shutil.rmtree(folder)
+    os.chdir(ROOT)
+    os.execve(sys.executable, [sys.executable, "-m", "tests.faults", *sys.argv[1:]], environment)
 
 
 def _scratch() -> str | None:
