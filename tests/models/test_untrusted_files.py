@@ -55,7 +55,7 @@ def test_a_pickle_named_safetensors(tmp_path, marker, protocol):
     assert not marker.exists() and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("ending", ["pt", "ckpt", "bin", "pth", "safetensors"])
+@pytest.mark.parametrize("ending", ["pt", "ckpt", "safetensors"])
 def test_a_file_of_torch(tmp_path, marker, ending):
     file = write_torch_file(tmp_path / f"weights.{ending}", marker)
     for command in (
