@@ -34,6 +34,7 @@ SETTINGS = [
     "eval_num_steps=1",
     "warmup_iterations=0",
     "ema_decay=0",
+    "tensorboard=true",
     "device=cpu",
 ]
 
@@ -48,7 +49,6 @@ WRITES = {  # what is written -> pattern of its path, and how many such writes s
     "index": (r"step_000002\.tmp/.*tensors\.json", 0),
     "state": (r"step_000002\.tmp/.*state\.json", 0),
     "latest": (r"\.tmp-[^/]*-latest", 1),
-    "events": (r"events\.out", 0),
     "curve": (r"curve\.png", 0),
     "comparison": (r"comparison\.md", 0),
     "pairs": (r"before_after\.png", 0),
