@@ -49,8 +49,11 @@ def is_first_process() -> bool:
     return environment_number("RANK", 0) == 0
 
 
-def check_environment() -> None:
+def check_environment(*, communicates: bool = True) -> None:
     """Checks torchrun's environment variables against each other, without waiting for another process.
+
+    Args:
+        communicates: the processes will meet at MASTER_ADDR; otherwise each needs its RANK alone.
 
     Raises:
         ValueError: one is missing, is no number, or contradicts another.
@@ -58,7 +61,8 @@ def check_environment() -> None:
     size = environment_number("WORLD_SIZE", 1)
     numbers = {name: environment_number(name, 0) for name in ("RANK", "LOCAL_RANK")}
     local_size = environment_number("LOCAL_WORLD_SIZE", 0)
-    if size > 1 and (missing := [n for n in TORCHRUN_VARIABLES if not os.environ.get(n, "").strip()]):
+    needed = TORCHRUN_VARIABLES if communicates else ("RANK",)
+    if size > 1 and (missing := [n for n in needed if not os.environ.get(n, "").strip()]):
         raise ValueError(
             f"WORLD_SIZE={size} says that this is one of several processes, but {', '.join(missing)} is not "
             f"set; {_START}"
@@ -82,7 +86,8 @@ def check_environment() -> None:
             f"{given} LOCAL_WORLD_SIZE={local_size}: the number of processes on this host is above "
             f"LOCAL_RANK and at most WORLD_SIZE; {_START}"
         )
-    _check_meeting_point()
+    if communicates:
+        _check_meeting_point()
 
 
 _START = "start them with torchrun, or unset WORLD_SIZE, RANK and LOCAL_RANK for a run of one"

@@ -98,7 +98,7 @@ def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedRes
     Raises:
         ValueError: prompts or a model that cannot be read, or too little space for the embeddings.
     """
-    check_environment()
+    check_environment(communicates=False)
     number, processes = environment_number("RANK", 0), max(1, environment_number("WORLD_SIZE", 1))
     console = Console(quiet=True) if number else console or Console()
     say = _printer(console)

@@ -3,8 +3,8 @@
     prompts -> conditioning -> rollout (explore, decode, score) -> advantages -> loss -> update -> metrics
 
 The policy, the rewards and the algorithm come from the settings; the loop does not know which they are. A run
-can be stopped at any moment: SIGINT (Ctrl-C) or SIGTERM abandons a rollout but never an update, and leaves a
-checkpoint from which the same command continues with the same numbers. A second signal some seconds later
+can be stopped at any moment: a stop signal, such as Ctrl-C, abandons a rollout, never an update, and leaves a
+checkpoint from which the same command continues with the same numbers. A second request (see stop_signals)
 ends the run at once, and the checkpoint before it counts.
 
 With several processes (torchrun), each explores its share of the prompts of an iteration. The rewards, which

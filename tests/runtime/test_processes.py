@@ -79,9 +79,11 @@ def test_contradictory_variables_are_one_message(monkeypatch, changes, expected)
         monkeypatch.setenv(name, changes.get(name, TWO.get(name, "")))
     with pytest.raises(ValueError, match=expected):
         check_environment()
-    for call in (lambda: start_processes(torch.device("cpu")), lambda: embed_run(load_settings("tiny"))):
+    with pytest.raises(ValueError, match=expected):
+        start_processes(torch.device("cpu"))
+    if not any(name.startswith("MASTER") for name in changes):  # `embed` does not communicate
         with pytest.raises(ValueError, match=expected):
-            call()
+            embed_run(load_settings("tiny"))
 
 
 def test_variables_that_agree_are_accepted(monkeypatch):
