@@ -55,6 +55,7 @@ def run(folder, tmp_path, monkeypatch):
         values = {
             **SMALL,
             "num_steps": 3,
+            "lora_rank": 2,
             "cache": str(folder / "cache"),
             "out": str(tmp_path / out),
             **changes,
