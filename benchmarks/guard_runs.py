@@ -31,8 +31,8 @@ FAILING = {
     "hacked_reward": "algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.0 iterations=240 eval_every=8 "
     "warmup_iterations=25 rewards={tiny_preference=1.0} "
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
-    "rate_too_high": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=1e-4 iterations=40 "
-    "eval_every=1",
+    "rate_too_high": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=1e-4 iterations=100 "
+    "eval_every=2",
     "tails_too_coarse": "algorithm=g2rpo granularities=[3] train_steps=5 eta=1.0 lr=3e-5 iterations=99 "
     "eval_every=3",
     "growing_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=100 "

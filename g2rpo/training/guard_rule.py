@@ -7,8 +7,9 @@ before,
 
 where the error is at least that of the paired gains since the first evaluation (see `fall_of`), and the
 fall is at least SMALLEST_FALL of what the metric had gained by then. A fall is *confirmed* if the evaluation
-before found one too, or if z <= -CLEAR_FALL_Z. The highest of several noisy means is too high by chance, and
-one evaluation can be unlucky, hence the conditions.
+before found one too, or if z <= -CLEAR_FALL_Z. A slow fall is confirmed by SUSTAINED evaluations in a row
+with z <= -SUSTAINED_Z that lost as large a share. The highest of several noisy means is too high by chance,
+and one evaluation can be unlucky, hence the conditions.
 
     reward hacking   an untrained metric has fallen, confirmed, while a trained one is not lower than then
     collapse         the trained rewards together have fallen, confirmed, or an untrained one and all trained
@@ -34,6 +35,7 @@ from g2rpo.evaluation.stats import mean_and_error
 Array = NDArray[np.float64]
 
 FALL_Z, CLEAR_FALL_Z = 2.5, 3.8
+SUSTAINED_Z, SUSTAINED = 2.0, 3
 SMALLEST_FALL = 0.2
 """Share of the gain that a fall must reach; further falls are found, however small, if there was no gain."""
 
@@ -128,7 +130,11 @@ class Fall:
     @property
     def is_fall(self) -> bool:
         """Whether the metric has fallen, by the rule."""
-        return self.change.z <= -FALL_Z and -self.change.mean >= SMALLEST_FALL * self.gain
+        return self.reaches(FALL_Z)
+
+    def reaches(self, z: float) -> bool:
+        """Whether it is a fall by `z` standard errors and by the smallest share of the gain."""
+        return self.change.z <= -z and -self.change.mean >= SMALLEST_FALL * self.gain
 
     @property
     def is_clear(self) -> bool:
@@ -187,11 +193,13 @@ def fall(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> Fall | N
 
 def _confirmed(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> Fall | None:
     """The fall at the last evaluation, if it is confirmed."""
-    last = fall(series, evaluations)
-    if last is None or not last.is_fall:
+    ends = range(len(series), max(len(series) - SUSTAINED, 0), -1)
+    falls = [found for end in ends if (found := fall(series[:end], evaluations)) is not None]
+    if not falls:
         return None
-    before = fall(series[:-1], evaluations)
-    return last if last.is_clear or (before is not None and before.is_fall) else None
+    if falls[0].is_clear or (len(falls) > 1 and falls[0].is_fall and falls[1].is_fall):
+        return falls[0]
+    return falls[0] if len(falls) == SUSTAINED and all(f.reaches(SUSTAINED_Z) for f in falls) else None
 
 
 def fall_scores(
