@@ -20,9 +20,6 @@ from g2rpo.rewards.model_reward import scoring
 from g2rpo.runtime.processes import StopTogether, world_size
 from g2rpo.training.run_prompts import RunPrompts
 
-DEFAULT_SIZE: Size = (512, 512)
-"""Size of the blank images where the size of the run's images is known only to a given policy."""
-
 
 def loaded_and_checked(
     load: Callable[[], dict[str, CheckedReward]],
@@ -65,8 +62,10 @@ def _dry_calls(
 ) -> None:
     evaluated = prompts.evaluation.evaluated
     size = _image_size(settings, policy)
+    # Rewards that only evaluations use are never called without one.
+    used = rewards if evaluated is not None or prompts.comparison.sets else settings.rewards
     with scoring(rewards.values()):
-        for name, reward in rewards.items():
+        for name, reward in ((name, reward) for name, reward in rewards.items() if name in used):
             pairs = [(prompt.text, prompt.metadata) for prompt in _two(prompts.trained or prompts.source)]
             if name not in settings.rewards and evaluated is not None:
                 pairs = list(zip(evaluated.prompts[:2], evaluated.metadata[:2], strict=True))
@@ -91,4 +90,8 @@ def _image_size(settings: Settings, policy: Policy | None) -> Size:
     if policy is None:
         shape = model_shape(settings.model, options, family=settings.family)
         return shape.height_px, shape.width_px
-    return options.resolution or DEFAULT_SIZE
+    if policy.resolution is not None:
+        return policy.resolution
+    with torch.no_grad():
+        height, width = policy.decode(torch.zeros(1, *policy.latent_shape, device=policy.device)).shape[-2:]
+    return height, width

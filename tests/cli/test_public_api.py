@@ -108,6 +108,8 @@ OWN_LINES = (
     r".*prompts.txt: 2 prompts",
     r"step 1/1 .*",
     r"checkpoint in .*",
+    r"guard: .*",
+    r"pre-flight: .*",
 )
 
 

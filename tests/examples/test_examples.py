@@ -87,7 +87,9 @@ def pixels_of(folder: Path) -> bytes:
 
 def interrupted(*words: str, cwd: Path) -> None:
     """Runs `train` and interrupts it in the second iteration."""
-    result = run_command("train", *words, cwd=cwd, INTERRUPT_AT="3")  # the first call is a dry one
+    result = run_command(
+        "train", *words, cwd=cwd, INTERRUPT_AT="4"
+    )  # a dry call, an iteration, and the second scoring of the pre-flight
     assert result.returncode == 130 and "1 iterations are saved" in result.stdout, (
         result.stdout + result.stderr
     )

@@ -27,7 +27,7 @@ RUN = (
 # Parts of names of values that differ between equal runs: times, memory, and checksums of such values.
 VARYING = ("second", "memory", "time", "bytes", "host", "pid", "free", "crc", "checksum")
 # Files that hold such values or belong to one process.
-_IGNORED = ("events.out", ".lock", ".tmp", ".removed", "tensorboard")
+_IGNORED = ("events.out", ".lock", ".tmp", ".removed", "tensorboard", "environment.jsonl")  # one line a start
 
 
 def run_words(*changes: str) -> list[str]:

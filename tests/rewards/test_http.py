@@ -132,7 +132,7 @@ def test_metadata_that_json_cannot_carry_is_told():
         ({"batch": 0}, "batch=0 must be an integer, at least 1"),
         ({"headers": {"X": 1}}, r"headers\.X is a int, and must be an ASCII string"),
         ({"timeout": 0}, "timeout=0 must be a number of seconds above 0"),
-        ({"concurrency": True}, "concurrency=True must be an integer"),
+        ({"concurrency": True}, "concurrency = True: true is not a number"),
         ({"api_key_env": "NO_SUCH_KEY"}, "environment variable is not set"),
         ({"check": True}, r"no server at http://127.0.0.1:9/score \(ConnectError.*check = false"),
         ({"url": "http://a"}, "no option 'url'; did you mean 'urls'"),

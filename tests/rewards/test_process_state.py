@@ -102,6 +102,10 @@ def module(tmp_path, monkeypatch):
     yield write
     for name in written:
         sys.modules.pop(name, None)
+    # A guard that a module keeps sets the gradient mode when it is destroyed, which must not be in other tests.
+    gradient = torch.is_grad_enabled()
+    gc.collect()
+    torch.set_grad_enabled(gradient)
 
 
 @pytest.mark.parametrize("place", PLACES)

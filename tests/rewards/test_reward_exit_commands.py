@@ -72,7 +72,7 @@ def training(folder, **changes):
 
 
 def test_train_keeps_what_is_complete_and_goes_on(folder):
-    (folder / "after").write_text("3")  # a dry call, and a rollout's images are one batch
+    (folder / "after").write_text("4")  # a dry call, the pre-flight's, and a rollout's images are one batch
     ended = training(folder, out="run")
     assert ended.returncode == 2, ended.stderr
     told = " ".join(ended.stderr.split())
@@ -192,7 +192,7 @@ def train_in(folder, *overrides):
 
 ONE_OF_TWO = {
     "a call": "import os\ncalls = 0\ndef score(images, prompts, metadata=None):\n    global calls\n"
-    "    calls += 1\n    if os.environ['RANK'] == '1' and calls == 3:\n        exit(0)\n"
+    "    calls += 1\n    if os.environ['RANK'] == '1' and calls == 4:\n        exit(0)\n"
     "    return images.mean((1, 2, 3))\n",
     "an import": "import os\nif os.environ['RANK'] == '1':\n    exit(0)\n" + SCORE,
     "describe": "import os\nclass score:\n    def __init__(self, device):\n        pass\n"
@@ -217,7 +217,7 @@ def test_all_processes_stop_where_one_reward_exits(tmp_path, where):
 
 
 def test_an_evaluation_on_one_of_two_processes_stops_both(tmp_path):
-    text = ONE_OF_TWO["a call"].replace("calls == 3", "calls == 2")
+    text = ONE_OF_TWO["a call"].replace("calls == 4", "calls == 2")
     (tmp_path / "leaving.py").write_text(text)
     settings = words(
         out=tmp_path / "run",
