@@ -206,7 +206,7 @@ def test_nothing_to_report_on(tmp_path):
     with pytest.raises(ValueError, match="holds no comparison"):
         compare(tmp_path, report_only=True)
     (tmp_path / "compare.json").write_text("[]")
-    with pytest.raises(ValueError, match="compare.json is damaged: it is no JSON object"):
+    with pytest.raises(ValueError, match=r"compare\.json is damaged: it is no JSON object"):
         compare(tmp_path, report_only=True)
     with pytest.raises(ValueError, match="nothing was measured yet"):
         compare(tmp_path, read_arms(["a=tiny"], [], []), [0], report_only=True)

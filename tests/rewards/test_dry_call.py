@@ -115,7 +115,8 @@ calls = 0
 def wrong_on_one(images, prompts, metadata=None):
     global calls
     calls += 1
-    late = os.environ.get("RANK") == "1" and calls == 4  # after the dry call, one iteration and the second scoring of the pre-flight
+    # The calls before: the dry one, an iteration, and the second scoring of the pre-flight.
+    late = os.environ.get("RANK") == "1" and calls == 4
     return torch.zeros(len(images) + late) if late else score(images, prompts)
 
 def wrong_at_once_on_one(images, prompts, metadata=None):

@@ -102,7 +102,7 @@ def module(tmp_path, monkeypatch):
     yield write
     for name in written:
         sys.modules.pop(name, None)
-    # A guard that a module keeps sets the gradient mode when it is destroyed, which must not be in other tests.
+    # A guard that a module keeps sets the gradient mode when it is destroyed, which must happen here.
     gradient = torch.is_grad_enabled()
     gc.collect()
     torch.set_grad_enabled(gradient)
