@@ -37,7 +37,7 @@ class ScoringOptions:
 
     Attributes:
         device: where the network computes.
-        batch: number of images or captions per forward, >= 1.
+        batch: number of images per forward, >= 1; captions are encoded one at a time.
         dtype: dtype of weights and activations, or "auto"; pixels and the last product are always float32.
         offload: "cpu" = the weights are in main memory between scoring phases; "none" = always on the device.
     """
@@ -135,10 +135,11 @@ class ModelReward:
         return torch.cat(scores)
 
     def _encoded(self, prompts: list[str]) -> Tensor:
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._captions]
-        for low in range(0, len(new), self.options.batch):
-            part = new[low : low + self.options.batch]
-            self._captions |= {text: row.clone() for text, row in zip(part, self.encode(part), strict=True)}
+        # One at a time: in a batch the last bits depend on the other captions, and a resumed run, which has
+        # cached others, would differ.
+        for prompt in dict.fromkeys(prompts):
+            if prompt not in self._captions:
+                self._captions[prompt] = self.encode([prompt])[0].clone()
         for prompt in dict.fromkeys(prompts):
             self._captions.move_to_end(prompt)
         encoded = torch.stack([self._captions[prompt] for prompt in prompts])

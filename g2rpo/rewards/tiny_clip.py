@@ -34,13 +34,18 @@ class TinyClip:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._text]
-        if new:
-            ids = self.tokenizer(new, padding="max_length", truncation=True, return_tensors="pt").input_ids
-            features = self.clip.get_text_features(input_ids=ids.to(self.device)).pooler_output
-            self._text |= dict(zip(new, F.normalize(features, dim=-1), strict=True))
+        # One at a time: in a batch the last bits depend on the other prompts, and a resumed run, which has
+        # cached others, would differ.
+        for prompt in dict.fromkeys(prompts):
+            if prompt not in self._text:
+                self._text[prompt] = self._encode(prompt)
         text = torch.stack([self._text[prompt] for prompt in prompts])
         return (image_features(self.clip, images.to(self.device)) * text).sum(-1)
+
+    def _encode(self, prompt: str) -> Tensor:
+        ids = self.tokenizer([prompt], padding="max_length", truncation=True, return_tensors="pt").input_ids
+        features = self.clip.get_text_features(input_ids=ids.to(self.device)).pooler_output
+        return F.normalize(features, dim=-1)[0]
 
 
 def load(device: torch.device) -> TinyClip:

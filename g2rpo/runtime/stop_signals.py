@@ -13,9 +13,10 @@ signals, and asks who can want more than the first one does:
 * The first signal is the request. It is acknowledged by a line on stderr that says how to stop at once.
 * SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 after it never count. Programs send them, and a program that wants a
   process to end at once sends SIGKILL after a grace period (`timeout -k`, torchrun, Slurm's KillWait).
-* SIGINT after it may be a person who does not want to wait. Up to SPARE_COPIES of them may still be copies of
-  the request, one for each of the three ways above, and are answered by a line with the number that is left.
-  The next one is a second request.
+* SIGINT after it may be a person who does not want to wait. The first SPARE_COPIES of them may still be
+  copies of the request, as `timeout` sends them; in a process of a launcher or of a batch job the first
+  SPARE_COPIES_IN_JOBS, one for each of the three ways above. They are answered by a line with the number that
+  is left. The next one is a second request.
 
 A copy that is mistaken for a second request loses the iterations since the last checkpoint. A second request
 that is mistaken for a copy costs one more Ctrl-C.
@@ -35,8 +36,18 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-SPARE_COPIES = 3
-"""Number of SIGINTs after the request that may be copies of it."""
+SPARE_COPIES, SPARE_COPIES_IN_JOBS = 1, 3
+"""Number of SIGINTs after the request that may be copies of it, elsewhere and in jobs."""
+
+_JOB_VARIABLES = ("WORLD_SIZE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+"""Environment variables of launchers and batch systems."""
+
+
+def spare_copies() -> int:
+    """Number of SIGINTs after the request that may be copies of it, in this process."""
+    in_job = any(os.environ.get(name, "").strip() for name in _JOB_VARIABLES)
+    return SPARE_COPIES_IN_JOBS if in_job else SPARE_COPIES
+
 
 NO_READER = "closed output"
 """Cause of a stop when nobody reads the output any more."""
@@ -68,15 +79,15 @@ class StopRequest:
         """
         if not self.made:
             self.made, self.cause = True, _take_cause() or signal.Signals(number).name
-            _say(f"{self.cause}: stopping; finished work is kept. {_at_once(SPARE_COPIES + 1)}")
+            _say(f"{self.cause}: stopping; finished work is kept. {_at_once(spare_copies() + 1)}")
             return True
         _take_cause()
         if number != signal.SIGINT:
             return False
         self._copies += 1
-        self.made_again = self._copies > SPARE_COPIES
+        self.made_again = self._copies > spare_copies()
         if not self.made_again:
-            _say(f"SIGINT again: still stopping. {_at_once(SPARE_COPIES + 1 - self._copies)}")
+            _say(f"SIGINT again: still stopping. {_at_once(spare_copies() + 1 - self._copies)}")
         return self.made_again
 
 

@@ -158,3 +158,15 @@ def test_every_name_has_a_complete_spec_in_the_rewards_own_file():
         assert spec is getattr(sys.modules[module], attribute) and module.startswith("g2rpo.rewards.")
         assert spec.factory.__module__ == module and spec.num_params is not None
         assert spec.sources or spec.origin
+
+
+@pytest.mark.parametrize("name", ["tiny_clip", "tiny_preference"])
+def test_a_score_does_not_depend_on_which_prompts_were_scored_together(name):
+    """A resumed run has cached other prompts than the run that went through."""
+    images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    prompts = ["a red circle", "two blue stars on pink", "three green crosses left of a star"]
+    at_once = load_reward(name, torch.device("cpu"))(images, prompts)
+    other = load_reward(name, torch.device("cpu"))
+    for pair in (prompts[1:], ["a cat", prompts[0]]):
+        other(images[:2], pair)
+    assert torch.equal(other(images, prompts), at_once)

@@ -11,15 +11,21 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support.small_runs import SMALL, quiet, timeless, wait_for
 
 import g2rpo
 from g2rpo.models.flux.policy import FluxPolicy
 from g2rpo.run.checkpoint import save_checkpoint
+from g2rpo.run.checkpoint_index import TensorWriter
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.runtime.interrupt import interruptible, undisturbed
-from g2rpo.runtime.stop_signals import SPARE_COPIES, STOP_SIGNALS, command_signals, request_stop
+from g2rpo.runtime.stop_signals import (
+    SPARE_COPIES,
+    SPARE_COPIES_IN_JOBS,
+    STOP_SIGNALS,
+    command_signals,
+    request_stop,
+)
 from g2rpo.training import trainer
 from g2rpo.training.ema import swapped_weights
 
@@ -75,6 +81,16 @@ def test_the_spare_copies_of_ctrl_c_are_answered_and_the_next_one_is_a_second_re
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert interrupt.requested_again
+
+
+def test_in_a_job_more_of_them_may_be_copies(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with interruptible() as interrupt, interrupt.deferred():
+        for _ in range(1 + SPARE_COPIES_IN_JOBS):
+            signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested and not interrupt.requested_again
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_the_clock_plays_no_part(monkeypatch):
@@ -255,7 +271,7 @@ def test_a_second_request_gets_through_torchs_writer(tmp_path, monkeypatch):
     def cut_off(*given, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", cut_off)
+    monkeypatch.setattr(TensorWriter, "write_data", cut_off)
     module = torch.nn.Linear(2, 2)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 1, {"module": module, "optimizer": torch.optim.AdamW(module.parameters())})
