@@ -1,6 +1,6 @@
 """The guard on the embedded model: four runs that are made to fail, and healthy runs of five methods.
 
-    python benchmarks/guard_runs.py run OUT --seeds 71,72 --jobs 14     trains, then reports
+    python benchmarks/guard_runs.py run OUT --seeds 81,82 --jobs 14     trains, then reports
     python benchmarks/guard_runs.py report OUT                          reads the same folders again
     python benchmarks/guard_runs.py report OUT --replay                the present rule on the stored records
 
@@ -28,18 +28,24 @@ BASE = ROOT / "results" / "compare" / "joint.toml"
 HELD_OUT = "verifier"
 
 FAILING = {
-    "hacked_reward": "algorithm=mix_grpo update=once window=3 lr=2e-5 eta=1.0 iterations=240 eval_every=8 "
-    "warmup_iterations=25 rewards={tiny_preference=1.0} "
+    "hacked_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=192 "
+    "eval_every=3 num_eval_prompts=1024 rewards={tiny_preference=1.0} "
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
     "rate_too_high": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=1e-4 iterations=100 "
-    "eval_every=2",
-    "tails_too_coarse": "algorithm=g2rpo granularities=[3] train_steps=5 eta=1.0 lr=3e-5 iterations=99 "
-    "eval_every=3",
-    "growing_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=100 "
-    'eval_every=4 rewards={"guard_rewards:Growing"=1.0} '
+    "eval_every=2 num_eval_prompts=1024",
+    "tails_too_coarse": "algorithm=g2rpo granularities=[3] train_steps=5 eta=1.0 lr=3e-5 iterations=100 "
+    "eval_every=2 num_eval_prompts=1024",
+    "growing_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=120 "
+    'eval_every=2 num_eval_prompts=1024 rewards={"guard_rewards:Growing"=1.0} '
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
 }
-"""Name -> settings of the runs that should trip the guard."""
+"""Name -> settings of the runs that should trip the guard.
+
+That half of a gain is lost can be told from noise, 2.5 standard errors, only if the gain has more than 5 of
+them. So these are settings with which earlier runs gained 0.03 to 0.05 before they failed; the standard error
+is about 0.007 with 512 images and 0.005 with 1024. The evaluations are so frequent that several fall into the
+loss of the first half.
+"""
 
 HEALTHY = {
     "g2rpo": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 lr_schedule=cosine "
@@ -70,6 +76,10 @@ class Report:
         best_step, best_gain: of the held-out metric's highest evaluation.
         gain_then: its gain at the first warning.
         half_lost: the first evaluation after the best at which less than half of the gain is left.
+        best_error: standard error of the best gain.
+        margin: standard errors that were missing for a warning about a reward, at the closest evaluation; a
+            negative one is beyond; None: no reward fell far enough. By the present rule, not the run's.
+        closest: metric and iteration of that evaluation.
         gains: iteration -> gain of the held-out metric.
     """
 
@@ -82,6 +92,9 @@ class Report:
     best_gain: float
     gain_then: float | None
     half_lost: int | None
+    best_error: float
+    margin: float | None
+    closest: str
     gains: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -144,7 +157,9 @@ def report_of(folder: Path, fails: bool, replay: bool) -> Report:
     complete &= all(isinstance(v, int | float) and math.isfinite(v) for v in numbers)
     gains = {n: line[f"eval/{HELD_OUT}"] - evaluated[0][f"eval/{HELD_OUT}"] for n, line in evaluated.items()}
     best = max(gains, key=lambda n: gains[n])
-    warned = replayed(folder, settings, sorted(gains)) if replay else read_warnings(folder)
+    error = evaluated[best].get(f"eval_gain_se/{HELD_OUT}", 0.0)
+    found, margin, closest = replayed(folder, settings, sorted(gains))
+    warned = found if replay else read_warnings(folder)
     fired: dict[str, int] = {}
     for line in warned:
         fired.setdefault(f"{line['kind']} ({line['metric']})", line["step"])
@@ -152,41 +167,49 @@ def report_of(folder: Path, fails: bool, replay: bool) -> Report:
     then = None if first is None else gains[max(n for n in gains if n <= first)]
     lost = next((n for n in sorted(gains) if n > best and gains[n] < gains[best] / 2), None)
     done = f"{len(trained)}/{settings.iterations}"
-    return Report(folder.name, fails, done, complete, fired, best, gains[best], then, lost, gains)
+    ends = (error, margin, closest, gains)
+    return Report(folder.name, fails, done, complete, fired, best, gains[best], then, lost, *ends)
 
 
-def replayed(folder: Path, settings, steps: list[int]) -> list[dict]:
-    """The findings of the present rule at each evaluation of a run, from its records."""
+def replayed(folder: Path, settings, steps: list[int]) -> tuple[list[dict], float | None, str]:
+    """The findings of the present rule at each evaluation of a run, from its records; the margin."""
     from g2rpo.training.guard import Guard
+    from g2rpo.training.guard_rule import confirmations
 
     class Pointwise:
         groupwise = False
 
     names = dict.fromkeys([*settings.rewards, *settings.eval_rewards])
     guard = Guard(settings, dict.fromkeys(names, Pointwise()), {})
-    found = []
+    found, beyond = [], (-math.inf, "")
     for step in range(1, max(steps) + 1):
         for finding in guard.findings(folder, step):
             found.append({"step": step, "kind": finding.kind, "metric": finding.metric})
-    return found
+        for name, (_, excess) in confirmations(*guard.compared(step)).items():
+            beyond = max(beyond, (excess, f"{name} at {step}"))
+    return (found, -beyond[0], beyond[1]) if math.isfinite(beyond[0]) else (found, None, "")
 
 
 def table(reports: list[Report]) -> str:
     """The results as Markdown."""
     head = ["run", "made to fail", "iterations", "first warning", "held-out gain then", "its best gain"]
-    head += ["half of it lost", "as required"]
+    head += ["half of it lost", "margin", "as required"]
     lines = ["# The guard on the embedded model", "", "| " + " | ".join(head) + " |"]
     lines.append("|" + " --- |" * len(head))
     for r in reports:
         then = "" if r.gain_then is None else f"{r.gain_then:+.4f}"
         cells = [r.name, "yes" if r.fails else "no", r.iterations + ("" if r.complete else " (incomplete)")]
         cells += [str(min(r.fired.values())) if r.fired else "none", then]
-        cells += [f"{r.best_gain:+.4f} at {r.best_step}", str(r.half_lost or "never")]
-        cells += ["yes" if r.passed else "**no**"]
+        cells += [f"{r.best_gain:+.4f} ± {r.best_error:.4f} at {r.best_step}", str(r.half_lost or "never")]
+        near = "no fall" if r.margin is None else f"{r.margin:.1f} ({r.closest})"
+        cells += ["" if r.fails else near, "yes" if r.passed else "**no**"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"The held-out metric is {HELD_OUT}. Signals, with the iteration at which each fired first:",
+        f"The held-out metric is {HELD_OUT}. The margin of a healthy run is how many standard errors were "
+        "missing for a warning about a reward, at the closest evaluation.",
+        "",
+        "Signals, with the iteration at which each fired first:",
         "",
     ]
     for r in reports:
@@ -212,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--seeds", default="71,72", help="seeds of the healthy runs; failing ones have the first"
+        "--seeds", default="81,82", help="seeds of the healthy runs; failing ones have the first"
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--only", default="", help="parts of the names of the runs, separated by commas")

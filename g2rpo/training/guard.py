@@ -38,9 +38,8 @@ from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import RunStopped
 from g2rpo.run.warnings_file import append_warning, read_warnings
 from g2rpo.runtime.processes import gathered, rank
+from g2rpo.training.falls import Array, Evaluation
 from g2rpo.training.guard_rule import (
-    Array,
-    Evaluation,
     Finding,
     fall_scores,
     image_findings,
@@ -139,7 +138,7 @@ class Guard:
         found: list[Finding] = []
         if rank() == 0:
             found = self.findings(out, step)
-            best = pending_best(*self._compared(step))
+            best = pending_best(*self.compared(step))
             if best is not None:
                 self._pin(out, best)
             found = self._new(out, step, found)
@@ -148,12 +147,12 @@ class Guard:
     def findings(self, out: Path, step: int) -> list[Finding]:
         """What the run folder shows after iteration `step`; writes nothing and does not communicate."""
         self._read(out, step)
-        evaluations, trained, untrained = self._compared(step)
+        evaluations, trained, untrained = self.compared(step)
         found = reward_findings(evaluations, trained, untrained) + image_findings(evaluations)
         lines = [line for line in self._lines or [] if line["step"] <= step]
         return found + rollout_findings(lines, self.trained_in_rollouts, self.evaluates)
 
-    def _compared(self, step: int) -> tuple[list[Evaluation], dict[str, float], list[str]]:
+    def compared(self, step: int) -> tuple[list[Evaluation], dict[str, float], list[str]]:
         """The evaluations until one of `step`, and the trained and the untrained metrics; none otherwise."""
         if step not in self._records:
             return [], {}, []
@@ -167,7 +166,7 @@ class Guard:
         if rank():
             return {}
         self._read(out, step)
-        evaluations, trained, untrained = self._compared(step)
+        evaluations, trained, untrained = self.compared(step)
         if len(evaluations) < 2:
             return {}
         return {f"guard/fall_z/{n}": z for n, z in fall_scores(evaluations, trained, untrained).items()}

@@ -1,18 +1,13 @@
 """The rule of the guard: when the evaluations of a run say that it fails. Pure functions of the scores.
 
-A metric has *fallen* at an evaluation if, compared on the same prompts and seeds with its highest evaluation
-before,
-
-    z = mean of the paired differences / their standard error <= -FALL_Z
-
-where the error is at least that of the paired gains since the first evaluation (see `fall_of`), and the
-fall is at least SMALLEST_FALL of what the metric had gained by then. A fall is *confirmed* if the evaluation
-before found one too, or if z <= -CLEAR_FALL_Z. A slow fall is confirmed by SUSTAINED evaluations in a row
-with z <= -SUSTAINED_Z that lost as large a share. The highest of several noisy means is too high by chance,
-and one evaluation can be unlucky, hence the conditions.
+falls.py says by how many standard errors a metric has *fallen* since its best evaluation. One evaluation can
+be unlucky, so a fall is *confirmed* by several in a row, fewer the larger it is: the levels below.
 
     reward hacking   an untrained metric has fallen, confirmed, while a trained one is not lower than then
-    collapse         the trained rewards together have fallen, confirmed, or an untrained one and all trained
+    collapse         the trained rewards together have fallen, confirmed; or an untrained metric has, and the
+                     trained ones together have fallen since then by ALSO_FALLEN standard errors. If they have
+                     fallen by less, what happens is unclear, and the untrained metric must fall by as much
+                     as one evaluation alone needs
     images           an image statistic is beyond its limit at two evaluations in a row
     rollouts         the mean of an iteration's trained rewards, the spread within the groups, or the size of
                      the latents left its limits for two blocks of iterations in a row
@@ -28,24 +23,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from g2rpo.evaluation.stats import mean_and_error
+from g2rpo.training.falls import (
+    Array,
+    Difference,
+    Evaluation,
+    Fall,
+    change_since,
+    combined,
+    excess,
+    fall,
+    paired,
+    recent_falls,
+)
 
-Array = NDArray[np.float64]
-
-FALL_Z, CLEAR_FALL_Z = 2.5, 3.8
-SUSTAINED_Z, SUSTAINED = 2.0, 3
-SMALLEST_FALL = 0.2
-"""Share of the gain that a fall must reach; further falls are found, however small, if there was no gain."""
-
-FEWEST_IMAGES = 16
-"""With fewer images the standard error is too uncertain, and the evaluations decide nothing."""
+TRAINED_LEVELS = (3.0, 2.0)
+"""Standard errors by which the trained rewards together must fall at one evaluation, or at each of two."""
+UNTRAINED_LEVELS = (3.5, 2.5, 2.0)
+"""As TRAINED_LEVELS, for an untrained metric, at one, two or three: each of several can be a false alarm."""
+ALSO_FALLEN = 1.5
+"""Standard errors from which the trained rewards count as fallen beside an untrained metric."""
+SIGN = min(*TRAINED_LEVELS, *UNTRAINED_LEVELS)
+"""Standard errors of a first sign, at which the best checkpoint is kept."""
 
 BLOCK = 10
 """Iterations whose means are compared where a run has no evaluations."""
 BLOCK_Z, CLEAR_BLOCK_Z = 3.5, 7.0
-"""As FALL_Z and CLEAR_FALL_Z, for blocks: ten unpaired means have a less certain error."""
+"""Standard errors at two blocks in a row, or at one: ten unpaired means have an uncertain error."""
 
 SMALLEST_SPREAD = 0.3
 """Spread within the groups, relative to the first block, below which the samples no longer differ."""
@@ -53,21 +58,6 @@ LATENT_LIMITS = (0.6, 1.6)
 """Root mean square of the latents relative to the first block."""
 
 HACKING, COLLAPSE = "reward_hacking", "collapse"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Per-image values of one evaluation; all evaluations of a run have the same images in the same order.
-
-    Attributes:
-        step: iterations that were finished.
-        scores: name of a reward -> [N]; NaN = no score.
-        statistics: name of an image statistic -> [N].
-    """
-
-    step: int
-    scores: Mapping[str, Array]
-    statistics: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,128 +79,15 @@ class Finding:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Mean of paired differences between two evaluations.
-
-    Attributes:
-        mean, error: NaN where there are fewer than FEWEST_IMAGES pairs.
-        pairs: images with a score in both.
-    """
-
-    mean: float
-    error: float
-    pairs: int
-
-    @property
-    def z(self) -> float:
-        """The mean in standard errors; 0 without a difference, NaN if it is not known."""
-        if self.mean == 0:
-            return 0.0
-        return math.copysign(math.inf, self.mean) if self.error == 0 else self.mean / self.error
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.error:.4f} over {self.pairs} images"
-
-
-@dataclass(frozen=True)
-class Fall:
-    """The change of a metric since its highest evaluation.
-
-    Attributes:
-        best_step: iteration of that evaluation.
-        change: to the current one, paired.
-        gain: from the first evaluation to the highest.
-    """
-
-    best_step: int
-    change: Difference
-    gain: float
-
-    @property
-    def is_fall(self) -> bool:
-        """Whether the metric has fallen, by the rule."""
-        return self.reaches(FALL_Z)
-
-    def reaches(self, z: float) -> bool:
-        """Whether it is a fall by `z` standard errors and by the smallest share of the gain."""
-        return self.change.z <= -z and -self.change.mean >= SMALLEST_FALL * self.gain
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether one evaluation is enough to confirm it."""
-        return self.is_fall and self.change.z <= -CLEAR_FALL_Z
-
-
-def paired(now: Array, before: Array) -> Difference:
-    """The mean difference of two evaluations of the same images."""
-    gaps = now - before
-    gaps = gaps[np.isfinite(gaps)]
-    mean, error = mean_and_error(gaps) if len(gaps) >= FEWEST_IMAGES else (math.nan, math.nan)
-    return Difference(float(mean), float(error), len(gaps))
-
-
-def fall_of(values: Sequence[Array]) -> tuple[int, Difference, float] | None:
-    """Index of the highest evaluation before the last, the change since, and the gain by then.
-
-    The error of the change is at least that of the gains since the first evaluation: images of neighbouring
-    evaluations are nearly equal, and their own error leaves out how far a policy wanders by chance.
-    None: there are fewer than two evaluations, or none before the last has a mean.
-    """
-    means = [_mean(value) for value in values[:-1]]
-    known = [i for i, mean in enumerate(means) if math.isfinite(mean)]
-    if not known:
-        return None
-    first, best = known[0], max(known, key=lambda i: means[i])
-    change = paired(values[-1], values[best])
-    errors = [paired(values[-1], values[first]).error, paired(values[best], values[first]).error]
-    largest = max([change.error, *(error for error in errors if math.isfinite(error))])
-    return best, Difference(change.mean, largest, change.pairs), means[best] - means[first]
-
-
-def _mean(values: Array) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) >= FEWEST_IMAGES else math.nan
-
-
-def combined(evaluations: Sequence[Evaluation], weights: Mapping[str, float]) -> list[Array]:
-    """The weighted sum of the trained rewards of each evaluation, each in its own spread over the images."""
-    total = [np.zeros_like(next(iter(e.scores.values()))) for e in evaluations]
-    for name, weight in weights.items():
-        first = evaluations[0].scores[name]
-        spread = float(first[np.isfinite(first)].std()) if np.isfinite(first).any() else 0.0
-        scale = weight / spread if spread > 0 else weight
-        for i, evaluation in enumerate(evaluations):
-            total[i] = total[i] + scale * evaluation.scores[name]
-    return total
-
-
-def fall(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> Fall | None:
-    """The fall of a metric at the last evaluation, given its values [N] at each; None: nothing to compare."""
-    found = fall_of(series)
-    return None if found is None else Fall(evaluations[found[0]].step, found[1], max(found[2], 0.0))
-
-
-def _confirmed(series: Sequence[Array], evaluations: Sequence[Evaluation]) -> Fall | None:
-    """The fall at the last evaluation, if it is confirmed."""
-    ends = range(len(series), max(len(series) - SUSTAINED, 0), -1)
-    falls = [found for end in ends if (found := fall(series[:end], evaluations)) is not None]
-    if not falls:
-        return None
-    if falls[0].is_clear or (len(falls) > 1 and falls[0].is_fall and falls[1].is_fall):
-        return falls[0]
-    return falls[0] if len(falls) == SUSTAINED and all(f.reaches(SUSTAINED_Z) for f in falls) else None
-
-
 def fall_scores(
     evaluations: Sequence[Evaluation], trained: Mapping[str, float], untrained: Sequence[str]
 ) -> dict[str, float]:
     """z of the change since the best evaluation: untrained metrics by name, and "trained"; for metrics."""
     values: dict[str, float] = {}
     for name, series in _series(evaluations, trained, untrained).items():
-        found = fall_of(series)
-        if found is not None and math.isfinite(found[1].z):
-            values[name] = found[1].z
+        found = fall(series, evaluations)
+        if found is not None and math.isfinite(found.change.z):
+            values[name] = found.change.z
     return values
 
 
@@ -222,9 +99,9 @@ def pending_best(
     None: no metric has.
     """
     for values in _series(evaluations, trained, untrained).values():
-        found = fall_of(values)
-        if found is not None and found[1].z <= -FALL_Z:
-            return evaluations[found[0]].step
+        found = fall(values, evaluations)
+        if found is not None and found.change.z <= -SIGN:
+            return found.best_step
     return None
 
 
@@ -249,28 +126,50 @@ def reward_findings(
         trained: name -> weight of the trained rewards; a negative weight lowers the reward.
         untrained: names of the metrics that are not trained, of which more is better.
     """
-    if len(evaluations) < 2:
-        return []
-    series = _series(evaluations, trained, untrained)
     found: list[Finding] = []
-    confirmed = {name: _confirmed(values, evaluations) for name, values in series.items()}
-    if (together := confirmed.get(TRAINED)) is not None:
-        names = " + ".join(trained)
-        found.append(_finding(COLLAPSE, names, together, "the trained reward is falling", ""))
-    for name in untrained:
-        if (own := confirmed.get(name)) is None:
+    for name, (own, beyond) in confirmations(evaluations, trained, untrained).items():
+        if beyond < 0:
             continue
-        best = next(e for e in evaluations if e.step == own.best_step)
-        changes = {reward: paired(evaluations[-1].scores[reward], best.scores[reward]) for reward in trained}
-        risen = {n: d for n, d in changes.items() if d.mean * trained[n] >= 0}
-        if risen:
-            others = "; ".join(f"{n} {d}" for n, d in risen.items())
-            text = f", while what is trained did not fall: {others}"
+        if name == TRAINED:
+            found.append(_finding(COLLAPSE, " + ".join(trained), own, "the trained reward is falling", ""))
+        elif risen := _risen(evaluations, trained, own.best_step):
+            text = ", while what is trained did not fall: " + "; ".join(f"{n} {d}" for n, d in risen.items())
             found.append(_finding(HACKING, name, own, "the run may exploit its reward", text))
         else:
             text = ", and so did all that is trained" if trained else ""
             found.append(_finding(COLLAPSE, name, own, "the policy is getting worse", text))
     return found
+
+
+def confirmations(
+    evaluations: Sequence[Evaluation], trained: Mapping[str, float], untrained: Sequence[str]
+) -> dict[str, tuple[Fall, float]]:
+    """By metric: its change at the last evaluation, and by how many standard errors it is beyond a warning.
+
+    A metric that would need a larger fall for a warning has a negative number. "trained" comes first.
+    """
+    series = _series(evaluations, trained, untrained)
+    values: dict[str, tuple[Fall, float]] = {}
+    for name in sorted(series, key=lambda name: name != TRAINED):
+        levels: tuple[float, ...] = TRAINED_LEVELS if name == TRAINED else UNTRAINED_LEVELS
+        falls = recent_falls(series[name], evaluations, len(levels))
+        if not falls:
+            continue
+        if name != TRAINED and trained and not _risen(evaluations, trained, falls[0].best_step):
+            then = next(i for i, e in enumerate(evaluations) if e.step == falls[0].best_step)
+            if change_since(series[TRAINED], then).z > -ALSO_FALLEN:
+                levels = levels[:1]
+        values[name] = falls[0], excess(falls, levels)
+    return values
+
+
+def _risen(
+    evaluations: Sequence[Evaluation], trained: Mapping[str, float], since: int
+) -> dict[str, Difference]:
+    """The trained rewards that are not lower than after iteration `since`, and their changes."""
+    then = next(e for e in evaluations if e.step == since)
+    changes = {name: paired(evaluations[-1].scores[name], then.scores[name]) for name in trained}
+    return {name: change for name, change in changes.items() if change.mean * trained[name] >= 0}
 
 
 def _finding(kind: str, metric: str, found: Fall, summary: str, rest: str) -> Finding:

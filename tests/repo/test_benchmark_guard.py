@@ -28,7 +28,11 @@ def test_four_runs_fail_and_ten_are_healthy(tool, tmp_path):
     assert sum(fails for _, _, fails in chosen.values()) == 4 and len(chosen) == 14
     for name, (text, seed, fails) in chosen.items():
         settings = tool.settings_of(tmp_path, name, text, seed, [])
-        assert settings.eval_every and settings.num_eval_prompts == 512 and settings.on_warning == "warn"
+        assert (
+            settings.eval_every
+            and settings.num_eval_prompts == (1024 if fails else 512)
+            and settings.on_warning == "warn"
+        )
         assert tool.HELD_OUT in settings.eval_rewards and tool.HELD_OUT not in settings.rewards
         assert fails or list(settings.rewards) == ["tiny_preference", "tiny_clip"]
         assert settings.out == str(tmp_path / name)

@@ -5,11 +5,12 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from g2rpo.training.falls import Evaluation
 from g2rpo.training.guard_rule import (
     BLOCK,
     COLLAPSE,
     HACKING,
-    Evaluation,
+    confirmations,
     fall_scores,
     image_findings,
     pending_best,
@@ -183,3 +184,68 @@ def test_noise_in_rollouts_is_no_collapse():
         given = lines(rewards)
         fired += any(rollout_findings(given[:end], {"r": 1.0}, False) for end in range(BLOCK, 201, BLOCK))
     assert fired <= 1
+
+
+def exact(size, steps):
+    """Evaluations that differ from the first, and from each other, by exactly so many standard errors."""
+    noise = np.random.default_rng(size).normal(0, 1, IMAGES)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    return [np.zeros(IMAGES)] + [noise + step / np.sqrt(IMAGES) for step in steps]
+
+
+def findings_of(trained, untrained):
+    pairs = zip(exact(1, trained), exact(2, untrained), strict=True)
+    made = [Evaluation(i, {"t": t, "u": u}) for i, (t, u) in enumerate(pairs)]
+    end, found = first_finding(made, {"t": 1.0}, ["u"])
+    return end, [(finding.kind, finding.metric) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("falls", "end"),
+    [
+        ((-3.6,), 2),
+        ((-3.4,), None),
+        ((-2.6, -2.6), 3),
+        ((-2.6, -2.4), None),
+        ((-2.1, -2.1, -2.1), 4),
+        ((-2.1, -2.1, -1.9), None),
+    ],
+)
+def test_a_smaller_fall_of_an_untrained_metric_takes_more_evaluations(falls, end):
+    untrained = [8.0, *(8 + fall for fall in falls)]
+    found = findings_of([8.0 + i for i in range(len(untrained))], untrained)
+    assert found == ((end, [(HACKING, "u")]) if end else (None, []))
+
+
+@pytest.mark.parametrize(
+    ("falls", "end"), [((-3.1,), 2), ((-2.9,), None), ((-2.1, -2.1), 3), ((-2.1, -1.9), None)]
+)
+def test_the_trained_rewards_together_need_less(falls, end):
+    trained = [8.0, *(8 + fall for fall in falls)]
+    found = findings_of(trained, [8.0 + i for i in range(len(trained))])
+    assert found == ((end, [(COLLAPSE, "t")]) if end else (None, []))
+
+
+def test_what_was_not_gained_cannot_be_lost():
+    """A best evaluation of 1.9 standard errors is chance, and the fall counts from before training."""
+    risen = [8.0, 9.0, 10.0, 11.0]
+    assert findings_of(risen, [1.9, -1.0, -1.0, -1.0]) == (None, [])
+    assert findings_of(risen, [2.1, -1.0, -1.0, -1.0]) == (3, [(HACKING, "u")])
+    assert findings_of(risen, [1.9, -2.6, -2.6, -2.6]) == (3, [(HACKING, "u")])
+
+
+def test_with_trained_rewards_that_neither_rise_nor_fall_the_fall_must_be_clear():
+    assert findings_of([8.0, 7.0, 7.0, 7.0], [8.0, 5.2, 5.2, 5.2]) == (None, [])
+    assert findings_of([8.0, 7.0, 7.0, 7.0], [8.0, 5.2, 5.2, 4.4]) == (4, [(COLLAPSE, "u")])
+    assert findings_of([8.0, 6.4, 6.4, 6.4], [8.0, 5.2, 5.2, 5.2]) == (3, [(COLLAPSE, "u")])
+
+
+def test_the_margin_says_how_far_a_warning_is():
+    trained, untrained = exact(1, [8.0, 9.0, 10.0]), exact(2, [8.0, 6.3, 6.0])
+    pairs = zip(trained, untrained, strict=True)
+    made = [Evaluation(i, {"t": t, "u": u}) for i, (t, u) in enumerate(pairs)]
+    found = confirmations(made, {"t": 1.0}, ["u"])
+    assert list(found) == ["trained", "u"] and found["trained"][1] == -np.inf
+    fall, beyond = found["u"]
+    assert fall.best_step == 1 and fall.change.z == pytest.approx(-2.0)
+    assert beyond == pytest.approx(-0.8)  # 1.7 and 2.0 in a row, of 2.5
