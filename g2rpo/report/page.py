@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from g2rpo.algorithms.registry import is_custom
 from g2rpo.config.load import read_settings
 from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.memory import shape_of_run
@@ -305,8 +306,7 @@ def _gains(record: RunRecord) -> dict[str, Any] | None:
 
 def _planned(record: RunRecord) -> tuple[Costs | None, str]:
     """What `plan` predicts for this run, or why that is not known."""
-    algorithm = str(record.config.get("algorithm", ""))
-    if ":" in algorithm:
+    if is_custom(str(record.config.get("algorithm", ""))):
         return None, "a custom algorithm is not imported for a report, so there is no prediction"
     try:
         settings = read_settings(record.folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickletools
 import re
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,6 +66,18 @@ _MAGIC = (
     (b"MZ", "a program"),
     (b"#!", "a script"),
 )
+
+_UNPICKLABLE = (
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    struct.error,
+)
+"""What `pickletools` raises for bytes that are no pickle."""
 
 
 def file_kind(path: Path) -> str | None:
@@ -174,7 +187,7 @@ def _globals(content: bytes) -> list[str] | None:
                 names.append(".".join(strings[-2:]))
             elif isinstance(argument, str):
                 strings.append(argument)
-    except Exception:  # a file of another kind, or one that was cut off; both fail in many ways
+    except _UNPICKLABLE:  # a file of another kind, or one that was cut off; both fail in many ways
         if not (content[:1] == b"\x80" and content[1:2] <= b"\x05" and count > 2) and not names:
             return None
     names = [name.replace("__builtin__.", "builtins.") for name in names]  # Python 2's name
