@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from g2rpo.runtime.files import disk_errors, release_output
+from g2rpo.runtime.peers import lost_peer
 from g2rpo.runtime.secrets import masked
 from g2rpo.runtime.stop_signals import NO_READER, command_signals
 
@@ -35,6 +36,11 @@ class Commands(TyperGroup):
             release_output()
             _print_error(f"error: {masked(_in_words(error))}")
             raise typer.Exit(2) from error
+        except RuntimeError as error:
+            if ctx.params["traceback"] or not (message := lost_peer(error)):
+                raise
+            _print_error(f"error: {message}")
+            raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
             # Like other programs, `g2rpo plan | head` ends without a word.
             if stop.cause != NO_READER:

@@ -64,7 +64,8 @@ def store_states(
         x = x + (sigmas[k + 1] - sigmas[k]) * velocity
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / STATES) as temporary:
-        save_file(kept, temporary, metadata={"num_steps": str(num_steps), "shift": str(shift)})
+        # One entry, because safetensors writes several in any order, and equal runs have equal files.
+        save_file(kept, temporary, metadata={"conditions": f"num_steps={num_steps} shift={shift}"})
 
 
 @torch.no_grad()

@@ -31,13 +31,13 @@ SECTIONS = {
     "properties": "Readers of any bytes, values and headers (hypothesis); a case is a property.",
 }
 COUNTS = {  # section -> cases of the long form, of the short form
-    "kills": (333, 9),
-    "signals": (108, 9),
-    "ranks": (40, 2),
-    "damage": (60, 5),
-    "disk": (64, 10),
-    "inputs": (800, 50),
-    "servers": (28, 6),
+    "kills": (333, 6),
+    "signals": (108, 4),
+    "ranks": (40, 1),
+    "damage": (60, 3),
+    "disk": (64, 3),
+    "inputs": (800, 40),
+    "servers": (28, 3),
     "properties": (1000, 10),  # examples of each property
 }
 

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from faults.jobs import Case, Job, Result
-from faults.outcomes import HANG, LOST, MESSAGE, OK, SILENT, TRACEBACK, Expected, Outcome, refusal
+from faults.outcomes import (
+    HANG,
+    LOST,
+    MESSAGE,
+    NOT_REACHED,
+    OK,
+    SILENT,
+    TRACEBACK,
+    Expected,
+    Outcome,
+    refusal,
+)
 from faults.runs import ITERATIONS, Cases, World, difference, fingerprint, prepare, run_words
 
 STOPPED_AT = 2
@@ -70,7 +81,10 @@ def _damaged(folder: Path, world: World, name: str, kind: str) -> Case:
     if kind == EVERY:
         files = [draw.choice(_files(step)) for step in sorted((folder / "run" / "checkpoints").iterdir())]
     else:
-        files = [draw.choice(sorted(folder.glob((CHECKPOINT | SIDE)[kind])))]
+        there = sorted(folder.glob((CHECKPOINT | SIDE)[kind]))
+        if not there:
+            return Outcome(name, kind, NOT_REACHED, "the run has no such file")
+        files = [draw.choice(there)]
     for file in files:
         spoil(file, way, draw)
     where = f"{way}: {', '.join(file.relative_to(folder).as_posix() for file in files)}"

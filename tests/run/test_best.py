@@ -38,6 +38,8 @@ def judge(monkeypatch):
     module = types.ModuleType("scripted")
 
     def score(images, prompts, metadata):
+        if images.flatten(1).std(1).max() == 0:  # the blank images of the call before a run
+            return torch.zeros(len(images))
         return torch.full((len(images),), module.says.pop(0))
 
     module.judge = score

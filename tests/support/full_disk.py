@@ -5,7 +5,6 @@ As root it is a tmpfs of 16 MB, and the error comes from the kernel. Elsewhere a
 """
 
 import contextlib
-import io
 import os
 import re
 import resource
@@ -91,16 +90,18 @@ def in_child(words: list[str], output: Path, hook: FillBefore | None = None, sha
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = 70
     try:
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            code = _run(words, hook, shard)
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+        code = _run(words, hook, shard)
     except BaseException:
         import traceback
 
-        text.write(traceback.format_exc())
+        traceback.print_exc()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        output.write_text(text.getvalue())
+        sys.stdout.flush()
         os._exit(code)
 
 

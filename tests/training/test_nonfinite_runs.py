@@ -24,7 +24,8 @@ import pathlib, torch
 down = pathlib.Path(__file__).with_name("down")
 
 def brightness(images, prompts, metadata=None):
-    if down.exists():
+    blank = images.flatten(1).std(1).max() == 0  # those of the call before a run
+    if down.exists() and not blank:
         raise ConnectionError("the scorer is down")
     return images.mean((1, 2, 3))
 """
