@@ -39,6 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_an_own_algorithm_through_the_commands(folder):
     def command(*words):
         return run_command(*words, cwd=folder, HOME=str(folder))

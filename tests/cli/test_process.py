@@ -175,6 +175,7 @@ def test_what_an_encoding_lacks_is_replaced(encoding, expected, tmp_path):
 
 
 @pytest.mark.parametrize("locale", ["C", pytest.param("POSIX", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_an_ascii_terminal_changes_no_file(tmp_path, locale):
     """Prompts from the command line and from a file, into a folder with a name that is not ASCII."""
     (tmp_path / "p.txt").write_text("\n".join(TEXTS[1:]), "utf-8")

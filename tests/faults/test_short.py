@@ -19,6 +19,7 @@ SECONDS = 120
 """The short form takes less than this on two idle cores."""
 
 
+@pytest.mark.long  # .ci/run has a stage for it
 @pytest.mark.timeout(8 * SECONDS)
 def test_everything_survives(tmp_path):
     """One test, so that the processes of pytest-xdist do not each run the campaign."""

@@ -196,6 +196,7 @@ def test_a_deleted_working_directory_is_no_error(module, tmp_path, monkeypatch):
     assert reward(torch.ones(1, 3, 4, 4), ["a"]).tolist() == [1.0]
 
 
+@pytest.mark.long
 def test_a_run_stays_in_its_folders_and_has_the_same_numbers(module, tmp_path):
     """Relative `out` and `cache`, and a reward that changes everything it can at each call."""
     common = {**SMALL, "iterations": 2, "checkpoint_every": 1}

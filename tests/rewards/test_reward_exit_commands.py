@@ -131,6 +131,7 @@ def test_no_command_ends_well_where_a_module_exits(folder, command):
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_plan_measures_no_reward_that_exits(folder):
     (folder / "after").write_text("0")
     ended = run_command("plan", "tiny", *words(out="out"), "--measure", cwd=folder)

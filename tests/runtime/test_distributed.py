@@ -164,6 +164,7 @@ def test_copies_of_a_sharded_network_train_what_one_process_trains(tmp_path):
 @pytest.mark.parametrize(
     "way", ["SIGTERM to torchrun", pytest.param("SIGINT to all processes", marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_a_stopped_torchrun_leaves_a_checkpoint_that_one_process_goes_on_from(tmp_path, way):
     run = tmp_path / "run"
     settings = [

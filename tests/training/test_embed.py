@@ -254,6 +254,7 @@ def test_too_little_space_is_reported_before_hours_of_work(settings, monkeypatch
     assert embed_run(settings(), console=Console(quiet=True)).added == 5
 
 
+@pytest.mark.long
 def test_the_command(settings, tmp_path):
     words = ["-m", "g2rpo", "embed", "tiny", "iterations=1", "prompts_per_iteration=2", "num_eval_prompts=3"]
     words += ["compare_images=4", f"cache={tmp_path / 'cache'}", f"out={tmp_path / 'run'}", "device=cpu"]

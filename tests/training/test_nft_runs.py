@@ -165,6 +165,7 @@ def toml(value) -> str:
     return json.dumps(value)
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(run, tmp_path, cache):
     changes = {**LAGGING, "iterations": 3, "checkpoint_every": 1, "cache": cache, "lora_rank": 2}
     uninterrupted = run("whole", **changes)
