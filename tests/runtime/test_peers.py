@@ -10,9 +10,7 @@ GLOO = (
 )
 
 
-@pytest.mark.parametrize(
-    "text", [GLOO, "NCCL error: remote process exited\nmore"]
-)
+@pytest.mark.parametrize("text", [GLOO, "NCCL error: remote process exited\nmore"])
 def test_a_lost_process_is_named_as_the_cause(text, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
