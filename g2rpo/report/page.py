@@ -109,7 +109,7 @@ def render(record: RunRecord) -> str:
         slider=_slider(record),
         reward_charts=_reward_charts(record),
         health=_health(record),
-        preflight=_flat(record.preflight),
+        preflight=_flat({k: v for k, v in record.preflight.items() if k not in ("settings", "limits")}),
         guard=_guard_charts(record),
         heat_maps=_heat_maps(record),
         gains=_gains(record),
@@ -251,12 +251,18 @@ def _health(record: RunRecord) -> list[Any]:
 
 
 def _guard_charts(record: RunRecord) -> list[Any]:
-    names = dict.fromkeys(
-        key for line in (*record.iterations, *record.evaluations) for key in line if key.startswith("guard/")
-    )
+    """One chart per signal; those of several noise steps share one."""
     lines = sorted((*record.iterations, *record.evaluations), key=lambda line: int(line["step"]))
-    series = [metric_series(lines, name) for name in names]
-    return [line_chart(one.name, [one]) for one in series if one.points]
+    names = dict.fromkeys(key for line in lines for key in line if key.startswith("guard/"))
+    by_signal: dict[str, list[str]] = {}
+    for name in names:
+        by_signal.setdefault(name.split("/")[1], []).append(name)
+    charts = []
+    for signal, keys in by_signal.items():
+        several = [metric_series(lines, key, key.removeprefix(f"guard/{signal}/")) for key in keys]
+        if any(series.points for series in several):
+            charts.append(line_chart(signal if len(keys) == 1 else f"{signal}, each", several))
+    return charts
 
 
 def _heat_maps(record: RunRecord) -> list[Any]:
