@@ -261,7 +261,7 @@ def _guard_charts(record: RunRecord) -> list[Any]:
     for signal, keys in by_signal.items():
         several = [metric_series(lines, key, key.removeprefix(f"guard/{signal}/")) for key in keys]
         if any(series.points for series in several):
-            charts.append(line_chart(signal if len(keys) == 1 else f"{signal}, each", several))
+            charts.append(line_chart(signal if len(keys) == 1 else f"{signal} by noise step", several))
     return charts
 
 
