@@ -19,9 +19,9 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True)
-def no_secrets_of_other_tests():
-    """Messages hide the secrets that a process has seen; those of one test are words of another."""
+@pytest.fixture(autouse=True, scope="module")
+def no_secrets_of_other_modules():
+    """Messages hide the secrets that a process has seen; those of one module are words of another."""
     yield
     if (secrets := sys.modules.get("g2rpo.runtime.secrets")) is not None:
         secrets._remembered.clear()
