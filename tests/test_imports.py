@@ -116,3 +116,19 @@ def test_settings_and_files_load_no_models():
 
 def test_reading_settings_needs_no_torch():
     assert "torch" not in loaded_by("g2rpo.config.load")  # `g2rpo --help` answers at once
+
+
+def test_plan_imports_no_model_library():
+    code = """
+import sys
+from g2rpo.config.load import load_settings
+from g2rpo.costs.estimate import plan_here
+from g2rpo.training.run_prompts import RunPrompts
+
+settings = load_settings("flux_hps", {"prompts": "world:train"})
+plan_here(settings, gpu="H100", num_texts=len(RunPrompts.of(settings).texts))
+slow = "diffusers", "transformers", "peft", "torch.distributed.checkpoint", "torch.distributed.fsdp"
+print([name for name in slow if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

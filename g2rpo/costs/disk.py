@@ -19,7 +19,7 @@ from typing import Any
 from g2rpo.config.settings import Settings
 from g2rpo.costs.memory import shape_of_run, trained_params
 from g2rpo.models.family import ModelShape
-from g2rpo.run.checkpoint import headroom
+from g2rpo.run.folder import headroom
 from g2rpo.runtime.files import DiskFull, nearest_folder
 from g2rpo.runtime.processes import gathered, rank
 

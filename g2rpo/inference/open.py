@@ -23,7 +23,6 @@ from g2rpo.models.policy import Policy, root_module, trained_parameters
 from g2rpo.models.registry import load_policy
 from g2rpo.models.transformer.weights import is_adapter_file, weight_file
 from g2rpo.run.best import best_checkpoint
-from g2rpo.run.checkpoint import load_checkpoint
 from g2rpo.run.folder import BEST, damage, latest_checkpoint, load_newest
 
 EXPORT_FILE = "g2rpo.json"
@@ -226,6 +225,8 @@ def _load_run(policy: Policy, run: Path | None, checkpoint: Path, averaged: bool
     """
 
     def load(path: Path) -> dict[str, Any]:
+        from g2rpo.run.checkpoint import load_checkpoint
+
         state = load_checkpoint(path, {"module": root_module(policy)}, restore_random=False)
         if averaged:
             _load_ema(policy, path)
@@ -264,6 +265,8 @@ def export_record(path: Path) -> dict[str, Any]:
 def _load_ema(policy: Policy, checkpoint: Path) -> None:
     trained = trained_parameters(policy)
     mean = {name: torch.empty_like(p) for name, p in trained.items()}
+    from g2rpo.run.checkpoint import load_checkpoint  # torch's part of it takes longer to import than g2rpo
+
     load_checkpoint(checkpoint, {"ema": mean}, restore_random=False)
     for name, parameter in trained.items():
         parameter.copy_(mean[name])

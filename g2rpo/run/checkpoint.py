@@ -43,6 +43,7 @@ from g2rpo.run.folder import (
     BEST,
     LATEST,
     aside_path,
+    headroom,
     named_checkpoints,
     read_best,
     read_state,
@@ -56,7 +57,6 @@ from g2rpo.runtime.random import random_state, set_random_state
 from g2rpo.runtime.sharding import local
 
 GROUPS = "param_groups"
-HEADROOM_BYTES = 64 * 2**20
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 
 
@@ -337,11 +337,6 @@ def check_checkpoint_space(
     """
     if iterations_left > 0:
         _check_space(nearest_folder(out), 3 * _bytes(trained) + _bytes(copies))
-
-
-def headroom(checkpoint_bytes: int) -> int:
-    """Bytes that must stay free beside checkpoints of this size, for images, metrics and records."""
-    return min(HEADROOM_BYTES, 2**20 + 4 * checkpoint_bytes)
 
 
 def _check_space(folder: Path, bytes_here: int) -> None:

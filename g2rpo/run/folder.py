@@ -255,3 +255,11 @@ def warn_once(message: str) -> None:
     if rank() == 0 and message not in _warned:
         _warned.add(message)
         LOG.warning("%s", message)
+
+
+HEADROOM_BYTES = 64 * 2**20
+
+
+def headroom(checkpoint_bytes: int) -> int:
+    """Bytes that must stay free beside checkpoints of this size, for images, metrics and records."""
+    return min(HEADROOM_BYTES, 2**20 + 4 * checkpoint_bytes)

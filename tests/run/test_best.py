@@ -266,6 +266,6 @@ def test_a_checkpoint_that_goes_while_it_is_read(train, monkeypatch):
         shutil.rmtree(checkpoint)
         raise AssertionError("metadata is None")
 
-    monkeypatch.setattr("g2rpo.inference.open.load_checkpoint", gone)
+    monkeypatch.setattr("g2rpo.run.checkpoint.load_checkpoint", gone)
     with pytest.raises(ValueError, match=r"step_000001 changed while it was read .*; try again"):
         open_run(done.out / "best")
