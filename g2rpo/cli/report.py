@@ -10,7 +10,7 @@ import typer
 
 def report(
     run: Annotated[Path, typer.Argument(help="Run folder. The run may be in progress.", metavar="RUN")],
-    out: Annotated[Path | None, typer.Option(help="File to write.  [default: RUN/report.html]")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: RUN/report.html.")] = None,
 ) -> None:
     """Write the report of a run: one HTML page that needs no other file.
 
@@ -18,7 +18,7 @@ def report(
     Nothing is loaded or imported, so the folder may come from someone else.
 
     \b
-    Example:
+    Examples:
       g2rpo report runs/demo
     """
     from g2rpo.report.page import write_report

@@ -152,6 +152,9 @@ UNVARIED = {
     "algorithm_options": "options of an algorithm; a recipe gives them as flat keys",
     "family": "a custom model family: its code is no part of either checkout",
     "negative_prompt": "a setting that BASE lacks; its default is the empty prompt of BASE",
+    "on_nonfinite": "a setting that BASE lacks; its default is what BASE does",
+    "max_skips": "a setting that BASE lacks; without on_nonfinite=skip it has no effect",
+    "on_warning": "a setting that BASE lacks; its default changes no number",
 }
 # Values that only lead to a refusal on a machine without a GPU.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
