@@ -37,7 +37,7 @@ class ScoringOptions:
 
     Attributes:
         device: where the network computes.
-        batch: number of images per forward, >= 1; captions are encoded one at a time.
+        batch: number of images or captions per forward, >= 1.
         dtype: dtype of weights and activations, or "auto"; pixels and the last product are always float32.
         offload: "cpu" = the weights are in main memory between scoring phases; "none" = always on the device.
     """
@@ -79,7 +79,7 @@ class ModelReward:
         self.options, self.device = options, options.device
         self.dtype = scoring_dtype(options.dtype, options.device.type)
         self._frame, self._size = frame, size
-        self._captions: OrderedDict[str, Tensor] = OrderedDict()
+        self._captions: OrderedDict[tuple[int, str], Tensor] = OrderedDict()  # by size of the batch, too
         self._phases = 0
         self._cpu_tensors: list[tuple[dict[str, Any], str, Tensor]] = []
         self.set_dtype()
@@ -135,17 +135,22 @@ class ModelReward:
         return torch.cat(scores)
 
     def _encoded(self, prompts: list[str]) -> Tensor:
-        # One at a time: in a batch the last bits depend on the other captions, and a resumed run, which has
-        # cached others, would differ.
-        for prompt in dict.fromkeys(prompts):
-            if prompt not in self._captions:
-                self._captions[prompt] = self.encode([prompt])[0].clone()
-        for prompt in dict.fromkeys(prompts):
-            self._captions.move_to_end(prompt)
-        encoded = torch.stack([self._captions[prompt] for prompt in prompts])
+        distinct = list(dict.fromkeys(prompts))
+        rows: dict[str, Tensor] = {}
+        for low in range(0, len(distinct), self.options.batch):
+            part = distinct[low : low + self.options.batch]
+            # The last bits of a row depend on the size of its batch, so that this is part of the key: a score
+            # must not depend on what was scored before, or a resumed run would differ.
+            keys = [(len(part), prompt) for prompt in part]
+            if any(key not in self._captions for key in keys):
+                encoded = (row.clone() for row in self.encode(part))
+                self._captions |= dict(zip(keys, encoded, strict=True))
+            for key in keys:
+                self._captions.move_to_end(key)
+                rows[key[1]] = self._captions[key]
         while len(self._captions) > CAPTIONS_KEPT:
             self._captions.popitem(last=False)
-        return encoded
+        return torch.stack([rows[prompt] for prompt in prompts])
 
     def set_dtype(self) -> None:
         """Casts the weights; a subclass may keep some of them in float32."""

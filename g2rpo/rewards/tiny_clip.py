@@ -5,6 +5,7 @@ The same class serves the preference model, which has CLIP's architecture and wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,25 @@ class TinyClip:
                 CLIPModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).to(device).eval()
             )
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._text: dict[str, Tensor] = {}
+        self._text: dict[tuple[int, str], Tensor] = {}  # by size of the batch, too
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
-        # One at a time: in a batch the last bits depend on the other prompts, and a resumed run, which has
-        # cached others, would differ.
-        for prompt in dict.fromkeys(prompts):
-            if prompt not in self._text:
-                self._text[prompt] = self._encode(prompt)
-        text = torch.stack([self._text[prompt] for prompt in prompts])
+        distinct = tuple(dict.fromkeys(prompts))
+        # The last bits of a row depend on the size of its batch, so that this is part of the key: a score
+        # must not depend on what was scored before, or a resumed run would differ.
+        keys = [(len(distinct), prompt) for prompt in distinct]
+        if any(key not in self._text for key in keys):
+            self._text |= dict(zip(keys, self._encode(distinct), strict=True))
+        text = torch.stack([self._text[len(distinct), prompt] for prompt in prompts])
         return (image_features(self.clip, images.to(self.device)) * text).sum(-1)
 
-    def _encode(self, prompt: str) -> Tensor:
-        ids = self.tokenizer([prompt], padding="max_length", truncation=True, return_tensors="pt").input_ids
+    def _encode(self, prompts: Sequence[str]) -> Tensor:
+        ids = self.tokenizer(
+            list(prompts), padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
         features = self.clip.get_text_features(input_ids=ids.to(self.device)).pooler_output
-        return F.normalize(features, dim=-1)[0]
+        return F.normalize(features, dim=-1)
 
 
 def load(device: torch.device) -> TinyClip:

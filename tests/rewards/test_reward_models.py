@@ -52,16 +52,18 @@ def test_captions_are_read_once(folders, images, reward, monkeypatch):
     encode = loaded.encode
     monkeypatch.setattr(loaded, "encode", lambda prompts: read.append(prompts) or encode(prompts))
     before = loaded(images, PROMPTS)
-    # One at a time, whatever the batch: the last bits do not depend on which captions came together.
-    assert read == [["a photo of a cat"], ["two red cubes"], ["“bright”"], ["a blue sphere"]]
-    assert torch.equal(loaded(images, PROMPTS), before) and len(read) == 4
+    assert read == [["a photo of a cat", "two red cubes"], ["“bright”", "a blue sphere"]]
+    assert torch.equal(loaded(images, PROMPTS), before) and len(read) == 2
     # Bounded: what was asked for least recently goes, and one call may ask for more than are kept.
     monkeypatch.setattr(scorer, "CAPTIONS_KEPT", 3)
-    assert torch.equal(loaded(images, PROMPTS), before) and len(read) == 4
-    assert list(loaded._captions) == ["two red cubes", "“bright”", "a blue sphere"]
-    loaded(images[:1], ["two red cubes"])
+    assert torch.equal(loaded(images, PROMPTS), before) and len(read) == 2
+    assert list(loaded._captions) == [(2, "two red cubes"), (2, "“bright”"), (2, "a blue sphere")]
+    loaded(images[:2], ["“bright”", "a blue sphere"])
+    assert len(read) == 2
+    loaded(images[:1], ["a blue sphere"])  # in a batch of another size its last bits are others
     loaded(images[:1], ["new"])
-    assert read[4:] == [["new"]] and list(loaded._captions) == ["a blue sphere", "two red cubes", "new"]
+    assert read[2:] == [["a blue sphere"], ["new"]]
+    assert list(loaded._captions) == [(2, "a blue sphere"), (1, "a blue sphere"), (1, "new")]
 
 
 def test_the_default_dtype_is_the_devices():

@@ -161,7 +161,7 @@ def test_every_name_has_a_complete_spec_in_the_rewards_own_file():
 
 
 @pytest.mark.parametrize("name", ["tiny_clip", "tiny_preference"])
-def test_a_score_does_not_depend_on_which_prompts_were_scored_together(name):
+def test_a_score_does_not_depend_on_what_was_scored_before(name):
     """A resumed run has cached other prompts than the run that went through."""
     images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     prompts = ["a red circle", "two blue stars on pink", "three green crosses left of a star"]
