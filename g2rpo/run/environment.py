@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from g2rpo.runtime.files import append_line
 from g2rpo.runtime.processes import world_size
 
 ENVIRONMENT_FILE = "environment.jsonl"
@@ -47,8 +48,7 @@ def record_start(out: Path, step: int, device: torch.device) -> None:
         step: iterations already completed.
     """
     line = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device)}
-    with open(out / ENVIRONMENT_FILE, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    append_line(out / ENVIRONMENT_FILE, json.dumps(line, ensure_ascii=False))
 
 
 def read_starts(out: Path) -> list[dict[str, Any]]:

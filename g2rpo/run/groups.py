@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.run.metrics import read_metrics, truncate_metrics
+from g2rpo.run.metrics import cut_records, read_metrics
+from g2rpo.runtime.files import append_bytes
 
 GROUPS_FILE = "groups.jsonl"
 
@@ -19,13 +20,12 @@ GROUPS_FILE = "groups.jsonl"
 def append_groups(out: Path, records: Sequence[dict[str, Any]]) -> None:
     """Appends the records of one iteration; called by the first process only."""
     lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-    with open(out / GROUPS_FILE, "a", encoding="utf-8") as file:
-        file.write(lines)
+    append_bytes(out / GROUPS_FILE, lines.encode("utf-8"))
 
 
 def truncate_groups(out: Path, step: int) -> None:
-    """Removes the records after iteration `step`, and an incomplete last line."""
-    truncate_metrics(out / GROUPS_FILE, step)
+    """Removes the records after iteration `step`, and damaged lines, because no number depends on them."""
+    cut_records(out / GROUPS_FILE, step)
 
 
 def read_groups(out: Path) -> list[dict[str, Any]]:

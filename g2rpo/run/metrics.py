@@ -6,6 +6,7 @@ when the disk is full; the lines before a checkpoint are on the disk when the ch
 """
 
 import json
+import logging
 import math
 import threading
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from g2rpo.runtime.processes import rank
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+LOG = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -157,3 +160,30 @@ def truncate_metrics(path: str | Path, step: int) -> None:
     kept = b"".join(raw for line, raw in _read_lines(path) if line["step"] <= step)
     if kept != path.read_bytes():
         write_atomic(path, kept)
+
+
+def cut_records(path: Path, step: int) -> None:
+    """Removes the lines after iteration `step` of a record on which no number of the run depends.
+
+    Unlike those of metrics.jsonl, damaged lines do not keep a run from going on: they are removed as well,
+    and a warning in the log counts them.
+    """
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    kept, damaged = [], 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            continue  # incomplete, because the run was killed
+        try:
+            of_step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            of_step = None
+        if not isinstance(of_step, int):
+            damaged += 1
+        elif of_step <= step:
+            kept.append(line)
+    if damaged:
+        LOG.warning("%s: %d damaged lines were removed", path, damaged)
+    if (rest := b"".join(kept)) != content:
+        write_atomic(path, rest)

@@ -14,7 +14,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from g2rpo.run.metrics import read_metrics, truncate_metrics
+from g2rpo.run.metrics import cut_records, read_metrics
+from g2rpo.runtime.files import append_line
 from g2rpo.runtime.processes import rank
 
 WARNINGS = "warnings.jsonl"
@@ -33,9 +34,7 @@ def append_warning(out: str | Path, step: int, kind: str, message: str, **detail
     if rank():
         return
     line = {"step": step, "kind": kind, "message": message, **{n: _plain(v) for n, v in details.items()}}
-    # One write of a whole line, so that a killed run leaves at most one incomplete line, at the end.
-    with open(Path(out) / WARNINGS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+    append_line(Path(out) / WARNINGS, json.dumps(line, ensure_ascii=False, allow_nan=False))
 
 
 def read_warnings(out: str | Path) -> list[dict[str, Any]]:
@@ -51,7 +50,7 @@ def read_warnings(out: str | Path) -> list[dict[str, Any]]:
 def truncate_warnings(out: str | Path, step: int) -> None:
     """Removes the lines after iteration `step` of a run that is resumed; the first process writes."""
     if rank() == 0:
-        truncate_metrics(Path(out) / WARNINGS, step)
+        cut_records(Path(out) / WARNINGS, step)
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,6 @@ should change (a lower rate, a KL term, another reward) is for the user to decid
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.evaluation.guard_values import GuardValues
+from g2rpo.models.tiny import is_tiny
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.registry import CheckedReward, load_rewards
 from g2rpo.rollouts.explore import Exploration
@@ -38,6 +38,7 @@ from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import RunStopped
 from g2rpo.run.warnings_file import append_warning, read_warnings
 from g2rpo.runtime.processes import gathered, rank
+from g2rpo.runtime.records import DamagedFile, read_record
 from g2rpo.training.falls import Array, Evaluation
 from g2rpo.training.guard_rule import (
     Finding,
@@ -89,9 +90,7 @@ class Guard:
     def of(settings: Settings, rewards: Mapping[str, CheckedReward], device: torch.device) -> Guard:
         """Makes the guard of a run, and loads the embedded rewards that stand in for a held-out metric."""
         held_out = [n for n, r in rewards.items() if n not in settings.rewards and not r.groupwise]
-        is_embedded = settings.model.split("@")[0] == "tiny" and (settings.eval_prompts or "").startswith(
-            "world:"
-        )
+        is_embedded = is_tiny(settings.model) and (settings.eval_prompts or "").startswith("world:")
         names = [name for name in EMBEDDED_REWARDS if name not in settings.rewards]
         needed = is_embedded and bool(settings.eval_every and names) and not held_out
         return Guard(settings, rewards, load_rewards(names, device) if needed else {})
@@ -197,9 +196,9 @@ class Guard:
             if match is None or int(match[1]) > step or not path.is_file():
                 continue
             try:
-                self._records[int(match[1])] = json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, OSError) as error:
-                LOG.warning("the guard leaves out %s, which cannot be read: %s", path, error)
+                self._records[int(match[1])] = read_record(path)
+            except DamagedFile as error:
+                LOG.warning("the guard leaves out an evaluation: %s", error)
         if self._lines is None:
             file = out / "metrics.jsonl"
             lines = read_metrics(file) if file.is_file() else []

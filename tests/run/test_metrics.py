@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from g2rpo.config.load import load_settings
 from g2rpo.run.checkpoint import save_checkpoint
+from g2rpo.run.groups import truncate_groups
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import check_metrics, checkpoint_to_resume
 from g2rpo.runtime.progress import RunProgress, format_seconds
@@ -210,3 +211,15 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again(tmp_path):
     (tmp_path / "finished").write_text("2\n")
     with pytest.raises(ValueError, match="had checkpoints"):
         check_metrics(tmp_path, None)
+
+
+def test_damaged_records_do_not_keep_a_run_from_going_on(tmp_path, caplog):
+    """Unlike metrics.jsonl, groups.jsonl and warnings.jsonl hold nothing that a number depends on."""
+    lines = ['{"step": 1, "kind": "a"}', "not JSON", "[1]", '{"step": 2}', '{"step": 3}', '{"step": 4']
+    path = tmp_path / "groups.jsonl"
+    path.write_text("\n".join(lines))
+    with caplog.at_level("WARNING"):
+        truncate_groups(tmp_path, 2)
+    assert path.read_text() == lines[0] + "\n" + lines[3] + "\n"
+    assert "groups.jsonl: 2 damaged lines were removed" in caplog.text
+    truncate_groups(tmp_path / "none", 2)

@@ -168,8 +168,13 @@ def test_a_damaged_record_is_left_out(folder, hacked, tmp_path, caplog):
     for path in (hacked / "evaluations").glob("*.json"):
         (tmp_path / "evaluations" / path.name).write_bytes(path.read_bytes())
     (tmp_path / "evaluations" / "step_000003.json").write_text('{"prompts": [')
+    changed = tmp_path / "evaluations" / "step_000006.json"
+    content = changed.read_text()
+    changed.write_text(content.replace('"num_steps": ', '"num_steps": 1', 1))  # another number, still JSON
+    assert changed.read_text() != content
     assert guard.check(tmp_path, 12)
     assert "leaves out" in caplog.text and "step_000003.json" in caplog.text
+    assert "step_000006.json is damaged: its content differs from the checksum" in caplog.text
 
 
 class Named:
