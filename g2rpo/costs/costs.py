@@ -51,7 +51,7 @@ class Costs:
         cells: cells that a groupwise reward judges per iteration, over all processes; identical ones count
             once.
         comparisons: groupwise reward -> comparisons per iteration, over all processes.
-        eval_forwards: forwards of all evaluations, sample grids and the before/after comparison.
+        eval_forwards: forwards of all evaluations, the guard, sample grids and the before/after comparison.
         trained_params: number of trained parameters.
         memory: bytes on each process's device, by phase and part (memory.py).
         disk: part -> bytes.
@@ -152,7 +152,7 @@ def plan_costs(
         used = settings.iterations * settings.prompts_per_iteration
         num_texts = used if num_prompts is None else min(used, num_prompts)
     eval_images = _evaluation_images(settings, num_prompts)
-    eval_forwards = networks * eval_images * settings.eval_num_steps
+    eval_forwards = networks * (eval_images * settings.eval_num_steps + _guard_forwards(settings))
     forward_flops = n * (forwards["total"] + update_cost) + eval_forwards
     flops = forward_flops * shape.forward_flops + (n * images + eval_images) * shape.decode_flops
     memory = memory_of(settings, shape, plans, num_processes, trained)
@@ -260,6 +260,22 @@ def _with_batch(
 def _int(batch: int | str) -> int:
     assert not isinstance(batch, str)
     return batch
+
+
+GUARD_PROMPTS, GUARD_STATES = 8, 3
+"""The guard (evaluation/policy_drift.py) compares the policy at so many states of each of so many prompts."""
+
+
+def _guard_forwards(settings: Settings) -> int:
+    """Forwards of the guard over the run: the ODE before training, and the stored states at each evaluation.
+
+    Up to three different denoising steps have a state, none of them the first.
+    """
+    if not settings.eval_every:
+        return 0
+    evaluations = 1 + math.ceil(settings.iterations / settings.eval_every)
+    states = min(GUARD_STATES, settings.eval_num_steps - 1)
+    return min(GUARD_PROMPTS, settings.num_eval_prompts) * (settings.eval_num_steps + evaluations * states)
 
 
 def _evaluation_images(settings: Settings, num_prompts: int | None) -> int:

@@ -9,10 +9,12 @@ from support.random_flux import save_random_flux
 
 from g2rpo.config.load import load_settings
 from g2rpo.config.settings import Settings
+from g2rpo.costs import costs as costs_module
 from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.speeds import measure_forward
 from g2rpo.costs.table import table_rows, verdict_lines
 from g2rpo.data.embeddings import EmbeddingCache
+from g2rpo.evaluation import policy_drift
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.registry import load_policy, model_shape
 from g2rpo.run.checkpoint import save_checkpoint
@@ -153,13 +155,20 @@ def test_images_of_evaluations_are_counted(folder):
         return plan_costs(common.model_copy(update=changes), num_prompts=num_prompts).eval_forwards / 5
 
     assert images() == 2 * 3, "a grid at both ends"
-    # after iterations 0, 3, 6 and, as the last one, 7
-    assert images(eval_every=3, sample_every=3) == 4 * (10 + 3)
-    assert images(eval_every=7) == 2 * 10 + 2 * 3
+    # after iterations 0, 3, 6 and, as the last one, 7; the guard draws the first 8 once and compares 3 states
+    assert images(eval_every=3, sample_every=3) == 4 * (10 + 3) + 8 + 4 * 8 * 3 / 5
+    assert images(eval_every=7) == 2 * 10 + 2 * 3 + 8 + 2 * 8 * 3 / 5
+    assert images(eval_every=7, num_eval_prompts=5) == 2 * 5 + 2 * 3 + 5 + 2 * 5 * 3 / 5
     assert images(compare_images=8) == 2 * 3 + 2 * (8 + 8)
     # 4 own prompts three times each, 10 unseen ones; 14 own prompts are used in 7 iterations of 2
     assert images(num_prompts=4, compare_images=10) == 2 * 3 + 2 * (12 + 10)
     assert images(compare_images=15) == 2 * 3 + 2 * (28 + 20)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 30))
+def test_the_guards_states_are_as_many_as_it_stores(num_steps):
+    assert costs_module.GUARD_PROMPTS == policy_drift.NUM_PROMPTS
+    assert min(costs_module.GUARD_STATES, num_steps - 1) == len(policy_drift._steps(num_steps))
 
 
 def test_granularities_that_coincide_are_named(folder):
