@@ -1,0 +1,1 @@
+"""The web page (`g2rpo demo`)."""
