@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -32,6 +32,7 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.objectives.advantages import advantages_of, group_advantages
 from g2rpo.objectives.base import Context
 from g2rpo.objectives.grpo import GrpoObjective, GrpoRows
+from g2rpo.objectives.stats import rank_correlation
 from g2rpo.rewards.base import Metadata
 from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.registry import load_reward
@@ -222,6 +223,11 @@ class Cell:
     def order(self) -> list[int]:
         """Members by advantage, the largest first."""
         return [int(g) for g in self.advantages.argsort(descending=True, stable=True)]
+
+    @property
+    def agreement(self) -> float | None:
+        """Rank correlation of the granularities' rankings of the members, in [-1, 1]; None with only one."""
+        return rank_correlation(self.parts).item() if len(self.parts) > 1 else None
 
     @property
     def has_advantages(self) -> bool:
@@ -595,20 +601,3 @@ def _check_list(name: str, values: Sequence[int], low: int, high: int, count: in
     for value in values:
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}; with these denoising steps it lies in {low} to {high}")
-
-
-def whole_numbers(text: str, name: str) -> tuple[int, ...]:
-    """Reads numbers such as "1, 2, 3".
-
-    Raises:
-        ValueError: other text than whole numbers and separators.
-    """
-    numbers = []
-    for word in text.replace(",", " ").replace(";", " ").split():
-        number = None
-        with suppress(ValueError):
-            number = int(word)
-        if number is None or len(word) > 6:
-            raise ValueError(f"{name}: {word[:20]!r} is not a whole number; write numbers such as 1, 2, 3")
-        numbers.append(number)
-    return tuple(numbers)

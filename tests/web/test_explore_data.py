@@ -1,4 +1,4 @@
-"""The page's group is the group of training: same rollout, rewards, advantages and direction of the update."""
+"""The page's group is that of training: same rollout, rewards, advantages and direction of the update."""
 
 import dataclasses
 
@@ -20,7 +20,6 @@ from g2rpo.web.explore_data import (
     cached_reward,
     explore_group,
     update_direction,
-    whole_numbers,
 )
 
 REWARDS = {"tiny_clip": 1.0, "verifier": 0.5}
@@ -74,7 +73,7 @@ def test_path_sampling_is_that_of_training(policy, tmp_path):
     (cell,) = explore_group(policy, asked, metadata=prompt.metadata).cells
     assert cell.noise_steps == (0, 1, 2) and cell.push is None
     torch.testing.assert_close(cell.rewards, rollout.rewards[:, 0])
-    # That method divides by another spread, the biased one, so the advantages differ by a factor of the group.
+    # That method divides by another spread, so its advantages differ by a factor of the group.
     weights = torch.tensor(list(REWARDS.values()))
     torch.testing.assert_close(cell.advantages, group_advantages(rollout.rewards, weights)[0])
     assert cell.order == advantages[0].argsort(descending=True).tolist()
@@ -222,10 +221,3 @@ def test_what_cannot_be_explored_is_explained(changes, message):
 def test_rewards_that_import_code_are_refused():
     with pytest.raises(ValueError, match="imports no code"):
         cached_reward("os:getcwd", torch.device("cpu"))
-
-
-def test_numbers_are_read_from_text():
-    assert whole_numbers("1, 2;3 4", "k") == (1, 2, 3, 4) and whole_numbers(" ", "k") == ()
-    for text in ("1.5", "one", "1" * 5000, "<b>"):
-        with pytest.raises(ValueError, match="not a whole number"):
-            whole_numbers(text, "k")
