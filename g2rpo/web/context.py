@@ -105,6 +105,7 @@ class WebContext:
         self.models: dict[str, ShownModel] = {}
         self.runs: dict[str, Path] = {}
         self.notes: list[str] = []
+        self._searched = [Path(name).expanduser() for name in given or (RUNS,)]
         self._find(given)
         self.jobs = Jobs()
         self.folder = Path(tempfile.mkdtemp(prefix="g2rpo-demo-")).resolve()
@@ -124,6 +125,19 @@ class WebContext:
                 return shown.base, shown.label
         first, *others = self.models
         return first, others[0] if others else None
+
+    def current_runs(self) -> dict[str, Path]:
+        """Returns `runs`, with the runs that began since below what was given. Vanished ones stay."""
+        known = set(self.runs.values())
+        new = [run for folder in self._searched for run in runs_in(folder) if run not in known]
+        if new:
+            labels = labels_of([str(run) for run in (*self.runs.values(), *new)])[len(self.runs) :]
+            added = {
+                (str(run) if label in self.runs else label): run
+                for label, run in zip(labels, new, strict=True)
+            }
+            self.runs = {**self.runs, **added}
+        return self.runs
 
     def policy(self, label: str, conditions: Mapping[str, Any] | None = None) -> Policy:
         """Opens a model of the menus, or returns it if it is open and unchanged. Call it only in a job.
