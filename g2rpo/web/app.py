@@ -20,11 +20,13 @@ CSS = """
 .g2rpo-status { display: flex; align-items: center; gap: 0.75rem; min-height: 1.75rem; flex-wrap: wrap; }
 .g2rpo-status progress { width: min(16rem, 100%); height: 0.6rem; accent-color: var(--color-accent); }
 .g2rpo-prompt { overflow-wrap: anywhere; }
+/* The images of the embedded model have 64 pixels: enlarged, with visible pixels. */
+.g2rpo-image img { width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated; }
 @media (max-width: 600px) {
   .gradio-container { padding: 0.5rem !important; }
 }
 """
-"""Own rules of the page, shared by all tabs; colours are those of gradio's theme, in light and in dark mode."""
+"""Own rules of the page, shared by all tabs; colours are those of the theme, in light and in dark mode."""
 
 # System fonts: the default theme would ask a server for its own.
 THEME = gr.themes.Soft(

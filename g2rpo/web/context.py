@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from g2rpo.config.load import read_settings
 from g2rpo.inference.names import check_model, labels_of, model_state, own_conditions
 from g2rpo.inference.open import is_weights, open_policy, run_of
+from g2rpo.models.tiny import is_tiny
 from g2rpo.run.folder import BEST, latest_checkpoint
 from g2rpo.web.jobs import Jobs
 
@@ -36,7 +37,6 @@ class Limits:
 
     steps: int = 100
     guidance: float = 20.0
-    prompt_characters: int = 2500
     seed: int = 2**31 - 1
     group_size: int = 16
     vote_prompts: int = 200
@@ -138,6 +138,12 @@ class WebContext:
             }
             self.runs = {**self.runs, **added}
         return self.runs
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether all models are the embedded one, so that its prompts are examples."""
+        roots = (self.models[shown.base] if shown.base else shown for shown in self.models.values())
+        return all(is_tiny(root.model) for root in roots)
 
     def policy(self, label: str, conditions: Mapping[str, Any] | None = None) -> Policy:
         """Opens a model of the menus, or returns it if it is open and unchanged. Call it only in a job.

@@ -28,6 +28,7 @@ from g2rpo.web.explore_data import (
 )
 from g2rpo.web.explore_figure import write_figure
 from g2rpo.web.explore_html import INTRODUCTION, group_html
+from g2rpo.web.inputs import checked_prompt
 from g2rpo.web.jobs import MODEL_QUEUE, Job, Progress, messages, status_html
 from g2rpo.web.view import style_sheet
 from g2rpo.world.captions import prompt_set
@@ -205,7 +206,7 @@ def request_of(
         ValueError: a value is missing, of another kind, or not allowed.
     """
     return ExploreRequest(
-        prompt=str(prompt or ""),
+        prompt=checked_prompt(prompt),
         rewards={str(name): 1.0 for name in rewards or ()},
         sampling=str(sampling),
         noise_steps=tuple(_whole("noise step k", k) for k in noise_steps or ()),

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.data.prompt_records import bad_character
-from g2rpo.data.prompts import MAX_CHARACTERS
+from g2rpo.data.prompts import checked_text
 from g2rpo.flow.group_noise import GROUP_NOISES
 from g2rpo.flow.group_noise import start_noise as member_starts
 from g2rpo.flow.schedule import shifted_sigmas
@@ -99,7 +98,7 @@ class ExploreRequest:
         Raises:
             ValueError: a value is not allowed; the message says which are.
         """
-        _check_prompt(self.prompt)
+        checked_text(self.prompt, "Prompt")
         _check_choice("sampling", self.sampling, SAMPLINGS)
         _check_choice("noise", self.noise, GROUP_NOISES)
         _check_range("the number of denoising steps T", self.num_steps, 3, MAX_STEPS)
@@ -572,15 +571,6 @@ def _bytes(pixels: Tensor) -> Tensor:
     """Converts images in [0, 1] to uint8 on the CPU; what is not finite becomes black."""
     finite = pixels.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
     return (finite * 255).round().to(torch.uint8).cpu()
-
-
-def _check_prompt(prompt: str) -> None:
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; write what the images should show")
-    if len(prompt) > MAX_CHARACTERS:
-        raise ValueError(f"the prompt has {len(prompt):,} characters; at most {MAX_CHARACTERS:,} are allowed")
-    if bad := bad_character(prompt):
-        raise ValueError(f"the prompt contains {bad}; remove it")
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
