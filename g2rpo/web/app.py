@@ -22,6 +22,11 @@ CSS = """
 .g2rpo-prompt { overflow-wrap: anywhere; }
 /* The images of the embedded model have 64 pixels: enlarged, with visible pixels. */
 .g2rpo-image img { width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated; }
+.g2rpo-image .image-frame, .g2rpo-image .image-container { width: 100%; height: 100%; }
+.g2rpo-table { overflow-x: auto; max-width: 100%; }
+.g2rpo-table table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.g2rpo-table th, .g2rpo-table td { padding: 0.3rem 0.6rem; text-align: left; }
+.g2rpo-table tr { border-bottom: 1px solid var(--border-color-primary); }
 @media (max-width: 600px) {
   .gradio-container { padding: 0.5rem !important; }
 }
@@ -35,6 +40,23 @@ THEME = gr.themes.Soft(
     neutral_hue="slate",
     font=["system-ui", "sans-serif"],
     font_mono=["ui-monospace", "monospace"],
+).set(
+    # Contrast of at least 4.5 to 1 in both modes.
+    body_text_color_subdued="*neutral_600",
+    body_text_color_subdued_dark="*neutral_300",
+    block_title_text_color="*neutral_800",
+    block_title_text_color_dark="*neutral_100",
+    block_title_background_fill="none",
+    block_title_background_fill_dark="none",
+    block_label_text_color="*neutral_800",
+    block_label_text_color_dark="*neutral_100",
+    block_label_background_fill="*neutral_100",
+    block_label_background_fill_dark="*neutral_700",
+    button_primary_background_fill="*primary_700",
+    button_primary_background_fill_hover="*primary_800",
+    button_primary_background_fill_dark="*primary_700",
+    button_primary_background_fill_hover_dark="*primary_600",
+    button_primary_text_color="white",
 )
 
 
