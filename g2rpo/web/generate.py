@@ -126,8 +126,10 @@ class _Results:
                     elem_classes="g2rpo-image",
                     buttons=["fullscreen"],
                 )
+        gr.Markdown("Earlier images: choose one to return to its prompt, seed and settings.")
         gallery = gr.Gallery(
-            label="Earlier images: choose one to return to its prompt, seed and settings",
+            label="Earlier images",
+            show_label=False,
             columns=6,
             height="auto",
             fit_columns=False,
