@@ -34,7 +34,9 @@ def runs_tab(context: WebContext) -> None:
     handlers = RunsHandlers(context)
     gr.HTML(style_sheet() + INTRODUCTION, elem_id="runs-introduction")
     with gr.Row():
-        chosen = gr.CheckboxGroup(names, value=names[:1], label="Runs", elem_id="runs-choice", scale=4)
+        chosen = gr.CheckboxGroup(
+            names, value=names[:1], label="Runs", elem_id="runs-choice", scale=4, min_width=240
+        )
         follow = gr.Checkbox(
             True, label=f"Refresh every {REFRESH_SECONDS} s", elem_id="runs-follow", scale=1, min_width=180
         )
