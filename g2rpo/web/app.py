@@ -14,7 +14,10 @@ from g2rpo.web.runs import runs_tab
 from g2rpo.web.vote import vote_tab
 
 CSS = """
-.gradio-container { max-width: 1280px !important; margin: 0 auto !important; }
+.gradio-container {
+  max-width: 1280px !important; min-width: 0 !important; width: 100%; margin: 0 auto !important;
+}
+.gradio-container .column, .gradio-container .block { min-width: 0; }
 #page-title h1 { margin: 0; font-size: 1.4rem; }
 #page-title p { margin: 0.15rem 0 0; color: var(--body-text-color-subdued); }
 .g2rpo-status { display: flex; align-items: center; gap: 0.75rem; min-height: 1.75rem; flex-wrap: wrap; }
@@ -22,6 +25,13 @@ CSS = """
 .g2rpo-prompt { overflow-wrap: anywhere; }
 /* The images of the embedded model have 64 pixels: enlarged, with visible pixels. */
 .g2rpo-image img { width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated; }
+.g2rpo-image .image-frame, .g2rpo-image .image-container { width: 100%; height: 100%; }
+#generate-gallery .grid-wrap { min-height: 0; }
+#generate-gallery .grid-container { grid-template-columns: repeat(auto-fill, minmax(6rem, 1fr)) !important; }
+.g2rpo-table { overflow-x: auto; max-width: 100%; }
+.g2rpo-table table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.g2rpo-table th, .g2rpo-table td { padding: 0.3rem 0.6rem; text-align: left; }
+.g2rpo-table tr { border-bottom: 1px solid var(--border-color-primary); }
 @media (max-width: 600px) {
   .gradio-container { padding: 0.5rem !important; }
 }
@@ -35,6 +45,28 @@ THEME = gr.themes.Soft(
     neutral_hue="slate",
     font=["system-ui", "sans-serif"],
     font_mono=["ui-monospace", "monospace"],
+).set(
+    # Contrast of at least 4.5 to 1 in both modes.
+    body_text_color_subdued="*neutral_600",
+    body_text_color_subdued_dark="*neutral_300",
+    block_title_text_color="*neutral_800",
+    block_title_text_color_dark="*neutral_100",
+    block_title_background_fill="none",
+    block_title_background_fill_dark="none",
+    block_label_text_color="*neutral_800",
+    block_label_text_color_dark="*neutral_100",
+    block_label_background_fill="*neutral_100",
+    block_label_background_fill_dark="*neutral_700",
+    body_background_fill="*neutral_50",
+    block_border_width="1px",
+    button_secondary_background_fill="*neutral_200",
+    button_secondary_background_fill_hover="*neutral_300",
+    button_cancel_background_fill="*neutral_200",
+    button_primary_background_fill="*primary_700",
+    button_primary_background_fill_hover="*primary_800",
+    button_primary_background_fill_dark="*primary_700",
+    button_primary_background_fill_hover_dark="*primary_600",
+    button_primary_text_color="white",
 )
 
 

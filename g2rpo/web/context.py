@@ -40,6 +40,7 @@ class Limits:
     seed: int = 2**31 - 1
     group_size: int = 16
     vote_prompts: int = 200
+    vote_images: int = 8
     gallery: int = 48
     upload_bytes: int = 2_000_000
 

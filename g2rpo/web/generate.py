@@ -19,6 +19,8 @@ from g2rpo.web.sampling import ImageRequest, Sampled, checked_request, sample_im
 ONE_MODEL = "none: one image"
 """Entry of the second menu."""
 STEPS = 16
+IMAGE_PX = 360
+"""Height of an image on the page."""
 OTHER_EXAMPLES = (
     "a red fox in fresh snow, morning light",
     "three green apples on a wooden table",
@@ -53,7 +55,12 @@ class _Inputs:
         labels, limits = list(context.models), context.limits
         with gr.Row():
             prompt = gr.Textbox(
-                examples(context)[0], label="Prompt", lines=2, scale=3, elem_id="generate-prompt"
+                examples(context)[0],
+                label="Prompt",
+                lines=2,
+                scale=3,
+                min_width=280,
+                elem_id="generate-prompt",
             )
             left = gr.Dropdown(labels, value=first, label="Model on the left", elem_id="generate-model-left")
             right = gr.Dropdown(
@@ -98,6 +105,7 @@ class _Results:
                         label=side,
                         type="filepath",
                         interactive=False,
+                        height=IMAGE_PX,
                         elem_id=f"generate-image-{side}",
                         elem_classes="g2rpo-image",
                         buttons=["fullscreen"],
@@ -112,14 +120,19 @@ class _Results:
                     label="left | right: move the handle",
                     type="filepath",
                     interactive=False,
+                    height=IMAGE_PX,
+                    max_height=IMAGE_PX,
                     elem_id="generate-slider",
                     elem_classes="g2rpo-image",
                     buttons=["fullscreen"],
                 )
+        gr.Markdown("Earlier images: choose one to return to its prompt, seed and settings.")
         gallery = gr.Gallery(
-            label="Earlier images: choose one to return to its prompt, seed and settings",
+            label="Earlier images",
+            show_label=False,
             columns=6,
             height="auto",
+            fit_columns=False,
             allow_preview=False,
             interactive=False,
             object_fit="contain",
@@ -146,9 +159,9 @@ def generate_tab(context: WebContext) -> None:
     )
     inputs = _Inputs.build(context)
     with gr.Row():
-        button = gr.Button("Generate", variant="primary", elem_id="generate-button")
-        dice = gr.Button("Another seed", elem_id="generate-dice")
-        cancel = gr.Button("Cancel", variant="stop", elem_id="generate-cancel")
+        button = gr.Button("Generate", variant="primary", min_width=110, elem_id="generate-button")
+        dice = gr.Button("Another seed", min_width=110, elem_id="generate-dice")
+        cancel = gr.Button("Cancel", min_width=110, elem_id="generate-cancel")
     results = _Results.build()
 
     def generate(
@@ -232,7 +245,7 @@ def _generated(
 def _work(
     context: WebContext, label: str, request: ImageRequest, conditions: Mapping[str, Any] | None, job: Job
 ) -> Sampled:
-    return sample_image(context, job, label, request, conditions)
+    return sample_image(context, job.report, label, request, conditions)
 
 
 def _caption(label: str, request: ImageRequest) -> str:

@@ -21,6 +21,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+Report = Callable[[int, int, str], None]
+"""`Job.report`: done, total, activity."""
+
 LOG = logging.getLogger(__name__)
 
 MODEL_QUEUE: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}

@@ -16,7 +16,7 @@ from g2rpo.inference.images import save_png
 from g2rpo.inference.sample import sample_images
 from g2rpo.web.context import WebContext
 from g2rpo.web.inputs import checked_count, checked_number, checked_prompt
-from g2rpo.web.jobs import Job
+from g2rpo.web.jobs import Report
 
 SHIFT = 3.0
 """Shift of the sigmas, the default of `g2rpo sample`."""
@@ -75,7 +75,7 @@ def checked_request(
 
 def sample_image(
     context: WebContext,
-    job: Job,
+    report: Report,
     label: str,
     request: ImageRequest,
     conditions: Mapping[str, Any] | None = None,
@@ -86,7 +86,7 @@ def sample_image(
 
     Args:
         context: the page's models.
-        job: receives progress, and is asked before each denoising step whether it was cancelled.
+        report: `Job.report`, called before each denoising step; it raises if the job was cancelled.
         label: the model.
         request: prompt, seed and settings.
         conditions: conditions of the model that it is compared with; None: its own.
@@ -95,11 +95,11 @@ def sample_image(
         ValueError: the model cannot be opened.
         Cancelled: the job was cancelled.
     """
-    job.report(0, 0, f"opening {label}")
+    report(0, 0, f"opening {label}")
     policy = context.policy(label, conditions)
     opened, guidance = policy.conditions, policy.guidance
     adjusted = guidance is not None and request.guidance is not None
-    job.report(0, request.steps, f"{label}: denoising step")
+    report(0, request.steps, f"{label}: denoising step")
     with policy.with_guidance(request.guidance or 0.0) if adjusted else nullcontext(), torch.no_grad():
         images = sample_images(
             policy,
@@ -107,9 +107,7 @@ def sample_image(
             num_steps=request.steps,
             shift=SHIFT,
             seeds=[request.seed],
-            observe=lambda k, _: job.report(
-                min(k + 1, request.steps), request.steps, f"{label}: denoising step"
-            ),
+            observe=lambda k, _: report(min(k + 1, request.steps), request.steps, f"{label}: denoising step"),
         )
         info = {
             "model": context.model(label).model,
