@@ -115,7 +115,8 @@ def _branches_html(group: ExploredGroup, cell: Cell) -> Markup:
         cells = "".join(f"<td>{_branch(request, cell, j, g)}</td>" for g in order)
         name = "image" if is_path else f"granularity {stride}"
         rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
-    agreement, several = cell.agreement, len(cell.granularities) > 1
+    adds = " and what it adds to the advantage" if len(cell.granularities) > 1 else ""
+    agreement = cell.agreement
     agree = (
         ""
         if agreement is None or not math.isfinite(agreement)
@@ -125,8 +126,8 @@ def _branches_html(group: ExploredGroup, cell: Cell) -> Markup:
     return Markup(
         f"<h3>{title}</h3><p>{text}</p>"
         "<p>The <b>advantage</b> of a branch is how far its reward lies above the mean of the group, in "
-        f"standard deviations, summed over rewards and granularities and bounded at ±5. Branches are sorted by it; below each "
-        f"image stand its rewards{' and what it adds to the advantage' if several else ''}.{agree}</p>"
+        "standard deviations, summed over rewards and granularities and bounded at ±5. Branches are sorted "
+        f"by it; below each image stand its rewards{adds}.{agree}</p>"
         f'<div class="wide" tabindex="0" role="region" aria-label="{title[3:]}"><table class="group">'
         f'<thead><tr><th scope="col">advantage</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div>"
