@@ -216,6 +216,7 @@ def _generated(
     }
     conditions: Mapping[str, Any] | None = None
     entries: list[Entry] = []
+    notes: dict[str, None] = {}
     seconds = 0.0
     for label, image, file in zip(labels, results.images, results.files, strict=False):
         work = partial(_work, context, label, request, conditions)
@@ -224,6 +225,7 @@ def _generated(
                 yield {results.status: status_html(event.text, event)}
                 continue
             sampled, seconds = event.value, seconds + event.seconds
+            notes |= dict.fromkeys(sampled.notes)
             conditions = sampled.conditions  # the second model samples under those of the first
             name = f"{label}_seed{request.seed}"
             path = str(save_image(context, name, request.prompt, sampled.image, sampled.info))
@@ -235,7 +237,7 @@ def _generated(
             }
     kept = [*entries, *earlier][: context.limits.gallery]
     yield {
-        results.status: status_html(f"done in {seconds:.1f} s"),
+        results.status: status_html("; ".join([f"done in {seconds:.1f} s", *notes])),
         results.slider: (entries[0][0], entries[1][0]) if pair else None,
         results.gallery: [(path, _caption(label, entry)) for path, label, entry in kept],
         results.earlier: kept,

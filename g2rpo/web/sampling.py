@@ -14,6 +14,7 @@ from torch import Tensor
 
 from g2rpo.inference.images import save_png
 from g2rpo.inference.sample import sample_images
+from g2rpo.models.family import truncation_lines
 from g2rpo.web.context import WebContext
 from g2rpo.web.inputs import checked_count, checked_number, checked_prompt
 from g2rpo.web.jobs import Report
@@ -48,12 +49,14 @@ class Sampled:
         info: model, seed and settings, as JSON values.
         conditions: conditions under which the model was opened.
         guidance: the model's own guidance scale; None: it has none.
+        notes: what the visitor should know, such as a prompt that the model reads only in part.
     """
 
     image: Tensor
     info: Mapping[str, Any]
     conditions: Mapping[str, Any]
     guidance: float | None
+    notes: tuple[str, ...] = ()
 
 
 def checked_request(
@@ -116,7 +119,8 @@ def sample_image(
             "shift": SHIFT,
             **policy.conditions,
         }
-    return Sampled(images[0], info, opened, guidance)
+    notes = truncation_lines(policy, [request.prompt])
+    return Sampled(images[0], info, opened, guidance, tuple(notes))
 
 
 def save_image(context: WebContext, name: str, prompt: str, image: Tensor, info: Mapping[str, Any]) -> Path:

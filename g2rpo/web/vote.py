@@ -24,6 +24,9 @@ from g2rpo.web.vote_data import Ballot, Pair, Vote, pairs_of, result_of
 MAX_BALLOTS = 1000
 """Ballots that are kept for the common result; their CSV files are kept in any case."""
 
+SCROLLED = "<div class='g2rpo-table' role='region' aria-label='table' tabindex='0'>"
+"""Around a table that may be wider than the window: it can then be scrolled with the keyboard."""
+
 Updates = dict[Any, Any]
 
 
@@ -352,12 +355,12 @@ def result_html(voting: Voting, ballot: Ballot) -> str:
     )
     return (
         f"<p><strong>{sentence}</strong></p>"
-        f"<div class='g2rpo-table'><table><thead><tr><th></th><th scope='col'>{second} wins</th>"
+        f"{SCROLLED}<table><thead><tr><th></th><th scope='col'>{second} wins</th>"
         f"<th scope='col'>{first} wins</th><th scope='col'>ties</th><th scope='col'>win rate of {second}</th>"
         f"<th scope='col'>95 % interval (Wilson)</th></tr></thead><tbody>{lines}</tbody></table></div>"
         "<p>A tie counts half. Votes count as independent; several votes on the same prompt are less certain "
         "than the interval says.</p>"
-        f"<details><summary>Which side was which</summary><div class='g2rpo-table'><table><thead><tr>"
+        f"<details><summary>Which side was which</summary>{SCROLLED}<table><thead><tr>"
         "<th scope='col'>pair</th><th scope='col'>prompt</th><th scope='col'>seed</th><th scope='col'>left"
         "</th><th scope='col'>right</th><th scope='col'>preferred</th></tr></thead>"
         f"<tbody>{revealed}</tbody></table></div></details>"
