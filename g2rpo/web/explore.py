@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import uuid
+import secrets
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -127,10 +127,10 @@ def explore_tab(context: WebContext) -> None:
                 if isinstance(event, Progress):
                     yield {status: status_html(event.text, event)}
                     continue
-                html, png, record = event.value
+                group = event.value
+                yield {status: status_html(f"explored in {event.seconds:.1f} s"), result: group_html(group)}
+                png, record = write_files(context, group, label)
                 yield {
-                    status: status_html(f"explored in {event.seconds:.1f} s"),
-                    result: html,
                     figure: gr.DownloadButton(value=str(png), interactive=True),
                     numbers: gr.DownloadButton(value=str(record), interactive=True),
                 }
@@ -147,25 +147,27 @@ def explore_tab(context: WebContext) -> None:
     cancel.click(lambda: status_html("cancelled"), None, status, cancels=[event], queue=False)
 
 
-def compute(context: WebContext, job: Job, label: str, request: ExploreRequest) -> tuple[str, Path, Path]:
-    """Explores a group in a job, and writes its files.
-
-    Returns:
-        The page's part, the PNG figure and the numbers.
-    """
+def compute(context: WebContext, job: Job, label: str, request: ExploreRequest) -> ExploredGroup:
+    """Explores a group in a job."""
     job.report(0, 0, "opening the model")
     policy = context.policy(label)
 
     def report(done: int, total: int, text: str) -> None:
         job.report(done, total, f"{text}, forward")
 
-    group = explore_group(policy, request, progress=report)
-    folder = context.folder / "explored"
-    folder.mkdir(exist_ok=True)
-    name = f"group_seed{request.seed}_{uuid.uuid4().hex[:8]}"
-    record = folder / f"{name}.json"
-    record.write_text(json.dumps(group_record(group, label), indent=1, ensure_ascii=False), encoding="utf-8")
-    return group_html(group), write_figure(group, folder / f"{name}.png"), record
+    return explore_group(policy, request, progress=report)
+
+
+def write_files(context: WebContext, group: ExploredGroup, model: str) -> tuple[Path, Path]:
+    """Writes the files to download: the group as PNG figure, and its numbers as JSON.
+
+    The folder's name cannot be guessed.
+    """
+    folder = context.folder / "explored" / secrets.token_urlsafe(12)
+    folder.mkdir(parents=True)
+    record = folder / f"group_seed{group.request.seed}.json"
+    record.write_text(json.dumps(group_record(group, model), indent=1, ensure_ascii=False), encoding="utf-8")
+    return write_figure(group, record.with_suffix(".png")), record
 
 
 def group_record(group: ExploredGroup, model: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.inference.images import from_pil, save_png
-from g2rpo.report.charts import number, signed
+from g2rpo.report.charts import number
 from g2rpo.runtime.style import LIGHT, make_figure, save_figure
 from g2rpo.web.explore_data import Cell, ExploredGroup
 from g2rpo.web.explore_html import summary
@@ -78,7 +78,7 @@ def _draw_cell(figure: Any, grid: Any, row: int, columns: int, group: ExploredGr
     bars.set_ylim(-reach, reach)
     for n, advantage in enumerate(advantages):
         bars.annotate(
-            f"{'▲' if advantage > 0 else '▼' if advantage < 0 else '='} {signed(advantage)}",
+            f"{'▲' if advantage > 0 else '▼' if advantage < 0 else '='} {advantage:+.2f}",
             (n, advantage),
             (0, 3 if advantage >= 0 else -3),
             textcoords="offset points",

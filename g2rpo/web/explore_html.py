@@ -8,7 +8,7 @@ import torch
 from markupsafe import Markup, escape
 from torch import Tensor
 
-from g2rpo.report.charts import number, signed
+from g2rpo.report.charts import number
 from g2rpo.web.explore_data import Cell, ExploredGroup, ExploreRequest
 from g2rpo.web.view import LOSSLESS_PX, image_uri
 
@@ -115,17 +115,19 @@ def _branches_html(group: ExploredGroup, cell: Cell) -> Markup:
         cells = "".join(f"<td>{_branch(request, cell, j, g)}</td>" for g in order)
         name = "image" if is_path else f"granularity {stride}"
         rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
+    adds = " and what it adds to the advantage" if len(cell.granularities) > 1 else ""
     agreement = cell.agreement
     agree = (
         ""
         if agreement is None or not math.isfinite(agreement)
-        else f" The rankings by the granularities have a rank correlation of {signed(agreement, 2)} (1: the "
+        else f" The rankings by the granularities have a rank correlation of {_signed(agreement)} (1: the "
         "same order, 0: unrelated)."
     )
     return Markup(
         f"<h3>{title}</h3><p>{text}</p>"
         "<p>The <b>advantage</b> of a branch is how far its reward lies above the mean of the group, in "
-        f"standard deviations, summed over rewards and granularities. Branches are sorted by it.{agree}</p>"
+        "standard deviations, summed over rewards and granularities and bounded at ±5. Branches are sorted "
+        f"by it; below each image stand its rewards{adds}.{agree}</p>"
         f'<div class="wide" tabindex="0" role="region" aria-label="{title[3:]}"><table class="group">'
         f'<thead><tr><th scope="col">advantage</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div>"
@@ -145,7 +147,7 @@ def _head(cell: Cell, member: int, largest: float) -> str:
     width = 100 * abs(value) / largest
     return (
         f'<th scope="col" data-member="{member}" data-advantage="{value:.6g}"><span class="value">member '
-        f'{member + 1}</span><span class="verdict {kind}">{verdict} {signed(value)}<span class="bar">'
+        f'{member + 1}</span><span class="verdict {kind}">{verdict} {_signed(value)}<span class="bar">'
         f'<i style="width:{width:.0f}%"></i></span></span></th>'
     )
 
@@ -153,13 +155,13 @@ def _head(cell: Cell, member: int, largest: float) -> str:
 def _branch(request: ExploreRequest, cell: Cell, j: int, member: int) -> str:
     scores = cell.rewards[:, j, member]
     part = float(cell.parts[j, member])
-    z = f'<span class="value">z {signed(part, 2)}</span>' if len(cell.granularities) > 1 else ""
+    adds = f'<span class="value">adds {_signed(part)}</span>' if len(cell.granularities) > 1 else ""
     values = "".join(
         f'<span class="value" data-reward="{escape(name)}">{escape(name)} {_number(float(score))}</span>'
         for name, score in zip(request.rewards, scores, strict=True)
     )
     alt = f"member {member + 1}, granularity {cell.granularities[j]}"
-    return f"{_img(cell.images[j, member], alt)}{values}{z}"
+    return f"{_img(cell.images[j, member], alt)}{values}{adds}"
 
 
 def _favoured_html(group: ExploredGroup, cell: Cell) -> Markup:
@@ -211,10 +213,25 @@ def _push_html(request: ExploreRequest, cell: Cell) -> str:
         "<h4>Where the gradient points</h4><p>All branches share one state, so their noise, weighted by the "
         "advantages, adds up to one direction: the gradient of the training loss at this step. Here the mean "
         "of the step is moved along it and against it by one standard deviation of the step's noise, and "
-        "finished by the ODE. An optimizer step moves it far less, and one small group is a rough estimate: "
-        "training averages over many.</p>"
+        f"finished by the ODE.{_branch_mean(request, cell)} An optimizer step moves it far less, and one "
+        "small group is a rough estimate: training averages over many.</p>"
         f'<div class="images">{"".join(figures)}</div>'
     )
+
+
+def _branch_mean(request: ExploreRequest, cell: Cell) -> str:
+    """The mean reward of the branches with tails of stride 1, which lie as far from the mean of the step."""
+    if 1 not in cell.granularities:
+        return ""
+    mean = cell.rewards[:, cell.granularities.index(1)].nanmean(1)
+    return (
+        " Compare with the branches of granularity 1, whose noise has the same size (on average "
+        f"{escape(_scores(request, mean))})."
+    )
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
 
 
 def _figure(pixels: Tensor, caption: str) -> str:

@@ -34,7 +34,9 @@ def runs_tab(context: WebContext) -> None:
     handlers = RunsHandlers(context)
     gr.HTML(style_sheet() + INTRODUCTION, elem_id="runs-introduction")
     with gr.Row():
-        chosen = gr.CheckboxGroup(names, value=names[:1], label="Runs", elem_id="runs-choice", scale=4)
+        chosen = gr.CheckboxGroup(
+            names, value=names[:1], label="Runs", elem_id="runs-choice", scale=4, min_width=240
+        )
         follow = gr.Checkbox(
             True, label=f"Refresh every {REFRESH_SECONDS} s", elem_id="runs-follow", scale=1, min_width=180
         )
@@ -82,13 +84,14 @@ class RunsHandlers:
         """Returns the updates of the whole tab, in the order of its outputs."""
         with messages():
             runs = self._context.current_runs()
-            views = chosen_views(runs, selected)
+            names = known_names(runs, selected)
+            views = chosen_views(runs, names)
             steps = grid_steps(views)
             at = moved(position, steps)
             running = [v.name for v in views if v.record and run_state(v.record).kind == "running"]
             return [
-                gr.CheckboxGroup(choices=list(runs), value=[name for name in selected or () if name in runs]),
-                table_html(views, len(runs), len(selected or ())),
+                gr.CheckboxGroup(choices=list(runs), value=names),
+                table_html(views, len(runs), len(names)),
                 gr.Row(visible=bool(running)),
                 gr.Dropdown(choices=running, value=running[0] if running else None),
                 gr.Slider(maximum=max(1, len(steps) - 1), value=at, visible=len(steps) > 1),
@@ -106,7 +109,8 @@ class RunsHandlers:
     def show_grid(self, selected: Any, position: Any) -> str:
         """Returns the sample grids at a position of the slider."""
         with messages():
-            views = chosen_views(self._context.current_runs(), selected)
+            runs = self._context.current_runs()
+            views = chosen_views(runs, known_names(runs, selected))
             steps = grid_steps(views)
             return grid_html(views, steps, moved(position, steps))
 
@@ -131,7 +135,7 @@ class RunsHandlers:
 
     def _mark(self, selected: Any) -> tuple[Any, ...]:
         runs = self._context.current_runs()
-        return tuple(runs), fingerprint([runs[name] for name in selected or () if name in runs])
+        return tuple(runs), fingerprint([runs[name] for name in known_names(runs, selected)])
 
 
 def folder_of(context: WebContext, name: Any) -> Path:
@@ -161,9 +165,14 @@ def state_of(context: WebContext, name: Any) -> RunState:
     return state
 
 
-def chosen_views(runs: Mapping[str, Path], selected: Any) -> list[RunView]:
-    """Reads the chosen runs of the list, the first `MAX_RUNS` of them; other names are left out."""
-    names = [name for name in selected or () if isinstance(name, str) and name in runs]
+def known_names(runs: Mapping[str, Path], selected: Any) -> list[str]:
+    """Returns the names of the choice that are runs of the list; a browser may send anything."""
+    names = selected if isinstance(selected, list) else []
+    return [name for name in names if isinstance(name, str) and name in runs]
+
+
+def chosen_views(runs: Mapping[str, Path], names: Sequence[str]) -> list[RunView]:
+    """Reads the chosen runs, the first `MAX_RUNS` of them."""
     return [read_view(name, runs[name]) for name in names[:MAX_RUNS]]
 
 

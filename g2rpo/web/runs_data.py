@@ -6,6 +6,7 @@ model. Every function takes the folder from a fixed list of runs, never a path o
 
 from __future__ import annotations
 
+import math
 import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ from g2rpo.run.lock import read_holder
 
 MAX_RUNS = COLOURS
 """Most runs that are shown together: one per colour."""
+
+Point = tuple[float, float, float | None]
+"""Iteration, value, and half width of the band, as in `charts.Series`."""
 
 SAMPLE_PX = 256
 """Longer side of the images of a sample grid."""
@@ -71,12 +75,26 @@ def read_view(name: str, folder: Path) -> RunView:
         if not folder.is_dir():
             return RunView(name, None, f"{folder} no longer exists; it was deleted or moved")
         record = read_run(folder)
+        _check(record)
     except (ValueError, OSError) as error:
         return RunView(name, None, str(error))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         # The records have the right format and other content than g2rpo writes.
         return RunView(name, None, f"{folder} holds records that g2rpo did not write ({error!r})")
     return RunView(name, record)
+
+
+def _check(record: RunRecord) -> None:
+    """Checks what charts rely on: the metrics of a run are numbers, or None where there is none.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for line in (*record.iterations, *record.evaluations):
+        for key, value in line.items():
+            if value is not None and not isinstance(value, int | float):
+                file = record.folder / "metrics.jsonl"
+                raise ValueError(f"{file}: {key} of iteration {line['step']} is no number: {value!r:.80}")
 
 
 def fingerprint(folders: Sequence[Path]) -> tuple[Any, ...]:
@@ -239,14 +257,19 @@ def _charts(
     charts = []
     for key in keys:
         lines = [
-            Series(run, drawn.points, drawn.dots)
+            Series(run, points, drawn.dots)
             for run, record in records.items()
-            if (drawn := series(record, key)).points
+            if (points := _finite((drawn := series(record, key)).points))
         ]
         if lines:
             only = f" ({lines[0].name} only)" if len(lines) == 1 < len(records) else ""
             charts.append(line_chart(title(key, records) + only, lines))
     return tuple(charts)
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    """The points that can be drawn: an iteration without an update has a loss of NaN, for example."""
+    return [point for point in points if all(math.isfinite(value or 0.0) for value in point)]
 
 
 def _health(records: Mapping[str, RunRecord]) -> tuple[Markup, ...]:

@@ -76,7 +76,7 @@ def table_html(views: Sequence[RunView], listed: int, selected: int) -> str:
         for problem in view.record.problems
     ]
     table = (
-        '<div class="wide" tabindex="0" role="region" aria-label="runs"><table>'
+        '<div class="wide" tabindex="0" role="region" aria-label="runs"><table class="runs">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         if rows
         else ""
@@ -132,7 +132,8 @@ def charts_html(views: Sequence[RunView]) -> str:
     for section in sections(views):
         parts.append(f"<h3>{escape(section.title)}</h3>")
         if section.charts:
-            parts.append(f'<div class="charts">{"".join(section.charts)}</div>')
+            small = " small" if len(section.charts) > 4 else ""
+            parts.append(f'<div class="charts{small}">{"".join(section.charts)}</div>')
         else:
             parts.append(f'<p class="quiet">Nothing to draw: {escape(section.missing)}.</p>')
     return "".join([*parts, "</div>"])
