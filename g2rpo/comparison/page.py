@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from g2rpo.comparison.curves import AXES, SMOOTHED, Band, band
 from g2rpo.comparison.tables import UNITS, Compared, Table, how_to_read, title_of, warning
-from g2rpo.evaluation.plots import make_figure
 from g2rpo.runtime.files import atomic_path, write_atomic
+from g2rpo.runtime.style import make_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
