@@ -10,7 +10,7 @@ import numpy as np
 
 from g2rpo.runtime.files import atomic_path
 from g2rpo.runtime.fonts import families
-from g2rpo.runtime.style import LIGHT, make_figure, save_figure, style_axes
+from g2rpo.runtime.style import LIGHT, make_figure, plain, save_figure, style_axes
 
 
 def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -75,8 +75,3 @@ def save_curves(
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         save_figure(figure, temporary, path.suffix[1:])
-
-
-def plain(text: str) -> str:
-    """A text as matplotlib draws it unchanged: without formulas."""
-    return text.replace("$", r"\$")

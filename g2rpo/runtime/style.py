@@ -134,6 +134,11 @@ def make_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def plain(text: str) -> str:
+    """A text as matplotlib draws it unchanged: without formulas."""
+    return text.replace("$", r"\$")
+
+
 def style_axes(axes: Axes, theme: Theme = LIGHT) -> None:
     """Gives axes the colours of a theme, a pale grid, and no frame at the top and the right."""
     axes.set_facecolor(theme.background)
