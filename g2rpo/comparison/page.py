@@ -41,6 +41,8 @@ from g2rpo.runtime.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MANY_COLUMNS = 9
+"""A table of more columns breaks words where it must, to fit the page."""
 X_LABELS = {**UNITS, "seconds": "seconds of iterations"}
 
 
@@ -182,7 +184,8 @@ def _table(table: Table) -> str:
     heads = [html.escape(head) for head in table.heads]
 
     def row(cells: Sequence[str]) -> str:
-        first, *others = (html.escape(cell) for cell in cells)
+        # A mean and its error stay on one line.
+        first, *others = (html.escape(cell).replace(" ± ", "&nbsp;±&nbsp;") for cell in cells)
         rest = "".join(
             f'<td role="cell" data-head="{head}">{cell}</td>'
             for head, cell in zip(heads[1:], others, strict=True)
@@ -192,9 +195,9 @@ def _table(table: Table) -> str:
     body = "".join(map(row, table.rows))
     head = "".join(f'<th scope="col" role="columnheader">{text}</th>' for text in heads)
     note = f'<p class="quiet">{html.escape(table.note)}</p>' if table.note else ""
-    title = html.escape(table.title)
+    title, kind = html.escape(table.title), "wide many" if len(heads) > MANY_COLUMNS else "wide"
     return (
-        f'<div class="wide" role="region" aria-label="{title}" tabindex="0"><table role="table">'
+        f'<div class="{kind}" role="region" aria-label="{title}" tabindex="0"><table role="table">'
         f'<thead role="rowgroup"><tr role="row">{head}</tr></thead>'
         f'<tbody role="rowgroup">{body}</tbody></table></div>{note}'
     )
@@ -208,14 +211,14 @@ body {{ font: 16px/1.5 {SYSTEM_FONTS}; color: var(--text); background: var(--bg)
 h1 {{ font-size: 1.5rem; line-height: 1.25; margin: .5rem 0 .25rem; }}
 h2 {{ font-size: 1.3rem; margin: 2.4rem 0 .5rem; border-bottom: 1px solid var(--line); }}
 h3 {{ font-size: 1.1rem; margin: 2rem 0 .4rem; }} h4 {{ font-size: .95rem; margin: 1.2rem 0 .3rem; }}
-h1, h2, h3, h4, p, th, td {{ overflow-wrap: anywhere; }}
+h1, h2, h3, h4, p, .many th, .many td {{ overflow-wrap: anywhere; }} th, td {{ overflow-wrap: break-word; }}
 p {{ max-width: 56rem; }} .quiet, small {{ color: var(--quiet); }} p.quiet {{ font-size: .9rem; }}
 .verdict {{ font-size: 1.1rem; font-weight: 600; border-left: 4px solid var(--s0); padding-left: .8rem; }}
 .warning {{ color: var(--warn); border-left: 4px solid var(--warn); padding-left: .8rem; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0; max-width: none; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .8rem 0 .3rem; max-width: none; }}
 .legend i {{ display: inline-block; width: 1.6rem; margin: 0 .4rem .25rem 0; }}
 .panels {{ display: grid; gap: .8rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); }}
+  grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); }}
 .panels img {{ width: 100%; height: auto; display: block; }}
 .wide {{ overflow-x: auto; margin: .4rem 0; }}
 :focus-visible {{ outline: 3px solid var(--s1); outline-offset: 2px; }}
@@ -226,7 +229,7 @@ thead th {{ background: var(--panel); font-weight: 600; vertical-align: bottom; 
 details {{ margin: 1rem 0; }} summary {{ cursor: pointer; color: var(--link); }}
 pre {{ background: var(--panel); padding: .7rem; overflow-x: auto; font-size: .82rem; }}
 @media (max-width: 46rem) {{
-  table, tbody, tr, td, tbody th {{ display: block; width: 100%; }}
+  table, tbody, tr, td, tbody th {{ display: block; width: 100%; overflow-wrap: anywhere; }}
   thead {{ position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }}
   tr {{ border: 1px solid var(--line); border-radius: 4px; margin: 0 0 .6rem; }}
   tbody th {{ background: var(--panel); }}
@@ -268,8 +271,8 @@ def _evaluations(compared: Compared, tables: Mapping[str, MetricTables]) -> str:
     if not means and not gains:
         return '<p class="quiet">No run was evaluated.</p>'
     parts = [
-        '<p class="quiet">Images of fixed prompts and seeds that were not trained on, by the model as it is '
-        "used: this is what methods are compared by.</p>"
+        '<p class="quiet">Images of fixed prompts and seeds, drawn as the model will be used. Methods are '
+        "compared by these numbers.</p>"
     ]
     parts += [_metric(compared, name, tables[name]) for name in means]
     if gains:

@@ -24,6 +24,8 @@ from g2rpo.evaluation.stats import student_interval
 
 NAMED = 3
 """Up to this number of other arms, the verdict gives each one's difference; of more, their names."""
+LISTED = 5
+"""More arms than this are counted instead of named."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,9 @@ def _sentence(compared: Compared, metric: str, kind: str) -> str:
     parts = []
     for words, arms in (("clearly above", clear), ("not clearly above", unclear)):
         if arms:
-            named = [_named(arm, gaps[arm]) for arm in arms]
-            parts.append(f"{words} {' and '.join(named) if len(gaps) <= NAMED else _counted(arms)}")
-    return f"{name} is highest for {leader} with {means[leader]:.4f}, {', '.join(parts)}.{missing}"
+            named = [_named(arm, gaps[arm]) if len(gaps) <= NAMED else arm for arm in arms]
+            parts.append(f"{words} {_listed(named)}")
+    return f"{name} is highest for {leader} with {means[leader]:.4f}, {'; '.join(parts)}.{missing}"
 
 
 def _named(arm: str, found: Gap) -> str:
@@ -147,5 +149,8 @@ def _named(arm: str, found: Gap) -> str:
     return f"{arm} ({found.difference.mean:+.4f}, {interval})"
 
 
-def _counted(arms: list[str]) -> str:
-    return ", ".join(arms) if len(arms) <= NAMED else f"{len(arms)} others"
+def _listed(names: list[str]) -> str:
+    """`a, b and c`; more than `LISTED` names are counted."""
+    if len(names) > LISTED:
+        return f"{len(names)} others"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
