@@ -14,6 +14,7 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -108,22 +109,34 @@ def css_variables() -> str:
     )
 
 
-def make_figure(width: float, height: float) -> Figure:
-    """A matplotlib figure of that size in inches, drawn by Agg.
+def import_matplotlib() -> ModuleType:
+    """Imports matplotlib without pyplot, which keeps global state and may look for a display.
 
-    pyplot is not used: it keeps global state and may look for a display. MPLBACKEND, which a notebook or a
-    shell may have set to a backend that is not installed here, is hidden while matplotlib is imported.
+    MPLBACKEND, which a notebook or a shell may have set to a backend that is not installed here, is hidden
+    while matplotlib is imported.
     """
     inherited = os.environ.pop("MPLBACKEND", None)
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure
     finally:
         if inherited is not None:
             os.environ["MPLBACKEND"] = inherited
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    return matplotlib
+
+
+def make_figure(width: float, height: float) -> Figure:
+    """A matplotlib figure of that size in inches, drawn by Agg."""
+    matplotlib = import_matplotlib()
+    figure: Figure = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     return figure
+
+
+def plain(text: str) -> str:
+    """A text as matplotlib draws it unchanged: without formulas."""
+    return text.replace("$", r"\$")
 
 
 def style_axes(axes: Axes, theme: Theme = LIGHT) -> None:
@@ -147,8 +160,7 @@ def save_figure(
         theme: its background is the figure's.
         salt: of the identifiers inside an SVG.
     """
-    import matplotlib
-
+    matplotlib = import_matplotlib()
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": None}
     with matplotlib.rc_context({"svg.hashsalt": salt}):
         figure.savefig(target, format=kind, dpi=130, metadata=metadata, facecolor=theme.background)
