@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from g2rpo.config.load import read_settings
 from g2rpo.inference.names import check_model, labels_of, model_state, own_conditions
 from g2rpo.inference.open import is_weights, open_policy, run_of
+from g2rpo.models.options import as_resolution, size_text
 from g2rpo.models.tiny import is_tiny
 from g2rpo.run.folder import BEST, latest_checkpoint
 from g2rpo.web.jobs import Jobs
@@ -43,6 +44,7 @@ class Limits:
     vote_images: int = 8
     gallery: int = 48
     upload_bytes: int = 2_000_000
+    side_px: int = 2048
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ class WebContext:
         self.device, self._base, self._family = device, base, family
         self._conditions = {name: value for name, value in (conditions or {}).items() if value is not None}
         self.votes, self.limits = Path(votes).expanduser(), limits or Limits()
+        size = as_resolution(self._conditions.get("resolution"))
+        if size is not None and max(size) > self.limits.side_px:
+            raise ValueError(
+                f"resolution={size_text(size)}: the page samples images of at most {self.limits.side_px} "
+                "pixels a side; give a smaller one"
+            )
         self.models: dict[str, ShownModel] = {}
         self.runs: dict[str, Path] = {}
         self.notes: list[str] = []

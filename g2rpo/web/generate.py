@@ -236,7 +236,9 @@ def _generated(
                 inputs.guidance: gr.update(visible=sampled.guidance is not None),
             }
     kept = [*entries, *earlier][: context.limits.gallery]
-    yield {
+    both = zip(entries, results.images, results.files, strict=False)
+    yield {  # all values once more: other clients than a browser see only the last state
+        **{part: path for (path, _, _), *parts in both for part in parts},
         results.status: status_html("; ".join([f"done in {seconds:.1f} s", *notes])),
         results.slider: (entries[0][0], entries[1][0]) if pair else None,
         results.gallery: [(path, _caption(label, entry)) for path, label, entry in kept],

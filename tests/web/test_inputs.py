@@ -39,7 +39,7 @@ def test_absurd_numbers_are_refused(value):
 
 def test_counts_are_whole():
     assert checked_count(3.0, "Steps", 1, 100) == 3
-    with pytest.raises(ValueError, match="2.5 is not a whole number"):
+    with pytest.raises(ValueError, match=r"2\.5 is not a whole number"):
         checked_count(2.5, "Steps", 1, 100)
 
 

@@ -13,7 +13,7 @@ from g2rpo.web.vote_data import COLUMNS, Z_95, Ballot, Pair, pairs_of, result_of
 
 
 def inverted(successes: float, count: int) -> tuple[float, float]:
-    """The shares p that the score test accepts, |successes / n - p| <= z sqrt(p (1 - p) / n), by bisection."""
+    """The shares p with |successes / n - p| <= z sqrt(p (1 - p) / n), which the score test accepts."""
     share = successes / count
 
     def accepted(p: float) -> bool:
