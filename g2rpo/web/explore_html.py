@@ -73,6 +73,7 @@ def _anchor_html(group: ExploredGroup) -> Markup:
             f"<figcaption>{label}<br>σ = {sigma:.2f}</figcaption></figure>"
         )
     path = " This is the path of the first member." if not request.shared_start else ""
+    path += " The members leave it at the first step." if request.sampling == "path" else ""
     return Markup(
         f"<h3>1. The anchor path</h3><p>The ODE leads from noise (σ = 1) to an image (σ = 0) in "
         f"{request.num_steps} denoising steps, without randomness: upper row the state, lower row the image "
@@ -120,8 +121,8 @@ def _branches_html(group: ExploredGroup, cell: Cell) -> Markup:
     agree = (
         ""
         if agreement is None or not math.isfinite(agreement)
-        else f" The rankings by the granularities have a rank correlation of {two_decimals(agreement)} (1: the "
-        "same order, 0: unrelated)."
+        else f" The rankings by the granularities have a rank correlation of {two_decimals(agreement)} (1: "
+        "the same order, 0: unrelated)."
     )
     return Markup(
         f"<h3>{title}</h3><p>{text}</p>"
