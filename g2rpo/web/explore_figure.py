@@ -17,7 +17,7 @@ from g2rpo.inference.images import from_pil, save_png
 from g2rpo.report.charts import number
 from g2rpo.runtime.style import LIGHT, make_figure, save_figure
 from g2rpo.web.explore_data import Cell, ExploredGroup
-from g2rpo.web.explore_html import summary
+from g2rpo.web.explore_html import summary, two_decimals
 
 CELL_INCHES = 1.15
 RAISED, LOWERED = LIGHT.series[0], LIGHT.series[1]
@@ -56,7 +56,8 @@ def draw(group: ExploredGroup) -> Any:
         for i, sigma in enumerate(request.sigmas.tolist()):
             axes = _show(figure.add_subplot(grid[row, i]), images[i], framed=row == 0 and i in noisy)
             if row == 0:
-                axes.set_title(f"k = {i}, σ {sigma:.2f}", fontsize=8, color=LIGHT.text)
+                name_of_state = "image" if i == request.num_steps else f"k = {i}"
+                axes.set_title(f"{name_of_state}, σ {sigma:.2f}", fontsize=8, color=LIGHT.text)
             if i == 0:
                 _label(axes, f"anchor:\n{name}")
     row = 2
@@ -78,7 +79,7 @@ def _draw_cell(figure: Any, grid: Any, row: int, columns: int, group: ExploredGr
     bars.set_ylim(-reach, reach)
     for n, advantage in enumerate(advantages):
         bars.annotate(
-            f"{'▲' if advantage > 0 else '▼' if advantage < 0 else '='} {advantage:+.2f}",
+            f"{'▲' if advantage > 0 else '▼' if advantage < 0 else '='} {two_decimals(advantage)}",
             (n, advantage),
             (0, 3 if advantage >= 0 else -3),
             textcoords="offset points",

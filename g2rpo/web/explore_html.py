@@ -73,6 +73,7 @@ def _anchor_html(group: ExploredGroup) -> Markup:
             f"<figcaption>{label}<br>σ = {sigma:.2f}</figcaption></figure>"
         )
     path = " This is the path of the first member." if not request.shared_start else ""
+    path += " The members leave it at the first step." if request.sampling == "path" else ""
     return Markup(
         f"<h3>1. The anchor path</h3><p>The ODE leads from noise (σ = 1) to an image (σ = 0) in "
         f"{request.num_steps} denoising steps, without randomness: upper row the state, lower row the image "
@@ -120,8 +121,8 @@ def _branches_html(group: ExploredGroup, cell: Cell) -> Markup:
     agree = (
         ""
         if agreement is None or not math.isfinite(agreement)
-        else f" The rankings by the granularities have a rank correlation of {_signed(agreement)} (1: the "
-        "same order, 0: unrelated)."
+        else f" The rankings by the granularities have a rank correlation of {two_decimals(agreement)} (1: "
+        "the same order, 0: unrelated)."
     )
     return Markup(
         f"<h3>{title}</h3><p>{text}</p>"
@@ -147,7 +148,7 @@ def _head(cell: Cell, member: int, largest: float) -> str:
     width = 100 * abs(value) / largest
     return (
         f'<th scope="col" data-member="{member}" data-advantage="{value:.6g}"><span class="value">member '
-        f'{member + 1}</span><span class="verdict {kind}">{verdict} {_signed(value)}<span class="bar">'
+        f'{member + 1}</span><span class="verdict {kind}">{verdict} {two_decimals(value)}<span class="bar">'
         f'<i style="width:{width:.0f}%"></i></span></span></th>'
     )
 
@@ -155,7 +156,7 @@ def _head(cell: Cell, member: int, largest: float) -> str:
 def _branch(request: ExploreRequest, cell: Cell, j: int, member: int) -> str:
     scores = cell.rewards[:, j, member]
     part = float(cell.parts[j, member])
-    adds = f'<span class="value">adds {_signed(part)}</span>' if len(cell.granularities) > 1 else ""
+    adds = f'<span class="value">adds {two_decimals(part)}</span>' if len(cell.granularities) > 1 else ""
     values = "".join(
         f'<span class="value" data-reward="{escape(name)}">{escape(name)} {_number(float(score))}</span>'
         for name, score in zip(request.rewards, scores, strict=True)
@@ -230,7 +231,8 @@ def _branch_mean(request: ExploreRequest, cell: Cell) -> str:
     )
 
 
-def _signed(value: float) -> str:
+def two_decimals(value: float) -> str:
+    """Formats an advantage, always with its sign."""
     return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
 
 

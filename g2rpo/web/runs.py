@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def runs_tab(context: WebContext) -> None:
             no = gr.Button("Keep running", elem_id="runs-stop-no")
     answer = gr.HTML(elem_id="runs-answer")
     slider = gr.Slider(
-        0, 1, 0, step=1, label="Sample grids, from the first to the latest", visible=False, buttons=[],
+        1, 2, 1, step=1, label="Sample grids, from the first to the latest", visible=False, buttons=[],
         elem_id="runs-slider",
     )  # fmt: skip
     grid = gr.HTML(elem_id="runs-grid")
@@ -59,19 +61,32 @@ def runs_tab(context: WebContext) -> None:
     mark, pending = gr.State(None), gr.State(None)
     timer = gr.Timer(REFRESH_SECONDS)
 
-    inputs = [chosen, slider]
+    inputs = [chosen, slider, to_stop, mark]
     outputs = [chosen, table, stop_row, to_stop, slider, grid, charts, mark]
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     page = Context.root_block
     assert page is not None, "runs_tab is called inside gr.Blocks"
     page.load(handlers.draw, inputs, outputs, **quiet)
-    timer.tick(handlers.draw_if_changed, [*inputs, mark], outputs, **quiet)
+    timer.tick(handlers.draw_if_changed, inputs, outputs, **quiet)
     chosen.input(handlers.draw, inputs, outputs, **quiet)
-    slider.input(handlers.show_grid, inputs, grid, trigger_mode="always_last", **quiet)
+    slider.input(handlers.show_grid, [chosen, slider], grid, trigger_mode="always_last", **quiet)
     follow.change(lambda on: gr.Timer(active=bool(on)), follow, timer, **quiet)
     ask.click(handlers.ask, to_stop, [confirm, question, pending], **quiet)
     yes.click(handlers.stop, pending, [confirm, pending, answer], **quiet)
     no.click(lambda: [gr.Group(visible=False), None], None, [confirm, pending], **quiet)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the page shows.
+
+    Attributes:
+        files: fingerprint of the list of runs and of the files of the chosen ones.
+        grids: number of sample grids, the positions of the slider.
+    """
+
+    files: tuple[Any, ...]
+    grids: int
 
 
 class RunsHandlers:
@@ -80,31 +95,40 @@ class RunsHandlers:
     def __init__(self, context: WebContext) -> None:
         self._context = context
 
-    def draw(self, selected: Any, position: Any) -> list[Any]:
-        """Returns the updates of the whole tab, in the order of its outputs."""
+    def draw(self, selected: Any, position: Any, to_stop: Any, seen: Any) -> list[Any]:
+        """Returns the updates of the whole tab, in the order of its outputs.
+
+        Args:
+            selected: names of the chosen runs.
+            position: position of the slider; at the end it stays at the end when grids are added.
+            to_stop: the chosen one of the runs at work.
+            seen: what the page shows, from the last call; None: nothing yet.
+        """
         with messages():
             runs = self._context.current_runs()
             names = known_names(runs, selected)
             views = chosen_views(runs, names)
             steps = grid_steps(views)
-            at = moved(position, steps)
+            was_at_end = seen is None or moved(position, range(seen.grids)) == seen.grids - 1
+            at = len(steps) - 1 if was_at_end else moved(position, steps)
             running = [v.name for v in views if v.record and run_state(v.record).kind == "running"]
+            kept = to_stop if to_stop in running else next(iter(running), None)
             return [
                 gr.CheckboxGroup(choices=list(runs), value=names),
                 table_html(views, len(runs), len(names)),
                 gr.Row(visible=bool(running)),
-                gr.Dropdown(choices=running, value=running[0] if running else None),
-                gr.Slider(maximum=max(1, len(steps) - 1), value=at, visible=len(steps) > 1),
+                gr.Dropdown(choices=running, value=kept),
+                gr.Slider(maximum=max(2, len(steps)), value=max(1, at + 1), visible=len(steps) > 1),
                 grid_html(views, steps, at),
                 charts_html(views),
-                self._mark(selected),
+                Seen(self._files(selected), len(steps)),
             ]
 
-    def draw_if_changed(self, selected: Any, position: Any, seen: Any) -> list[Any]:
+    def draw_if_changed(self, selected: Any, position: Any, to_stop: Any, seen: Any) -> list[Any]:
         """As `draw`, but leaves the page alone while no file of the runs has changed."""
-        if seen == self._mark(selected):
+        if seen is not None and seen.files == self._files(selected):
             return [gr.skip()] * 8
-        return self.draw(selected, position)
+        return self.draw(selected, position, to_stop, seen)
 
     def show_grid(self, selected: Any, position: Any) -> str:
         """Returns the sample grids at a position of the slider."""
@@ -133,7 +157,7 @@ class RunsHandlers:
             said = stop_run(folder_of(self._context, name), pid, since)
             return [gr.Group(visible=False), None, status_html(f"{name}: {said}")]
 
-    def _mark(self, selected: Any) -> tuple[Any, ...]:
+    def _files(self, selected: Any) -> tuple[Any, ...]:
         runs = self._context.current_runs()
         return tuple(runs), fingerprint([runs[name] for name in known_names(runs, selected)])
 
@@ -177,7 +201,7 @@ def chosen_views(runs: Mapping[str, Path], names: Sequence[str]) -> list[RunView
 
 
 def moved(position: Any, steps: Sequence[int]) -> int:
-    """Returns the position of the slider as an index of `steps`."""
-    if isinstance(position, bool) or not isinstance(position, int | float):
+    """Returns the position of the slider, which counts from 1, as an index of `steps`."""
+    if isinstance(position, bool) or not isinstance(position, int | float) or not math.isfinite(position):
         return 0
-    return min(max(0, round(position)), max(0, len(steps) - 1))
+    return min(max(0, round(position) - 1), max(0, len(steps) - 1))

@@ -31,30 +31,43 @@ def context(folder):
     made.close()
 
 
-def drawn(context, selected, position=0):
-    chosen, table, stop_row, to_stop, slider, grid, charts, mark = RunsHandlers(context).draw(
-        selected, position
-    )
+def drawn(context, selected, position=1, to_stop=None, seen=None):
+    outputs = RunsHandlers(context).draw(selected, position, to_stop, seen)
+    chosen, table, stop_row, stoppable, slider, grid, charts, seen = outputs
     return {
         "names": [value for value, _ in chosen.choices],
-        "chosen": chosen.value,
         "table": table,
         "stop": stop_row.visible,
-        "running": [value for value, _ in to_stop.choices],
+        "running": [value for value, _ in stoppable.choices],
+        "to_stop": stoppable.value,
         "last": slider.maximum if slider.visible else None,
+        "at": slider.value,
         "grid": grid,
         "charts": charts,
-        "mark": mark,
+        "seen": seen,
     }
 
 
 def test_one_slider_moves_the_grids_of_all_runs(context):
     shown = drawn(context, ["a", "b"])
-    assert shown["names"] == ["a", "b"] and shown["last"] == 2 and not shown["stop"]
-    first = re.findall(r'<img src="([^"]+)"', shown["grid"])
-    later = re.findall(r'<img src="([^"]+)"', RunsHandlers(context).show_grid(["a", "b"], 1))
-    assert len(first) == len(later) == 4 and all(x != y for x, y in zip(first, later, strict=True))
-    assert "Samples at iteration 0" in shown["grid"] and shown["charts"].count("<svg") > 1
+    assert shown["names"] == ["a", "b"] and shown["last"] == 3 and not shown["stop"]
+    grids = [RunsHandlers(context).show_grid(["a", "b"], position) for position in (1, 2, 3)]
+    images = [re.findall(r'<img src="([^"]+)"', grid) for grid in grids]
+    assert [len(set(of_image)) for of_image in zip(*images, strict=True)] == [3, 3, 3, 3]
+    assert [int(re.search(r"Samples at iteration (\d+)", grid)[1]) for grid in grids] == [0, 2, 4]
+    assert shown["charts"].count("<svg") > 1
+
+
+def test_the_slider_begins_at_the_latest_grid_and_stays_there(context, folder):
+    shown = drawn(context, ["a"])
+    assert shown["at"] == 3 and "Samples at iteration 4" in shown["grid"]
+    (folder / "a" / "samples" / "step_000006").mkdir()
+    for name in ("0000.png", "0001.png", "grid.png"):
+        shutil.copy(
+            folder / "a" / "samples" / "step_000004" / name, folder / "a" / "samples" / "step_000006" / name
+        )
+    assert drawn(context, ["a"], 3, seen=shown["seen"])["at"] == 4
+    assert drawn(context, ["a"], 2, seen=shown["seen"])["at"] == 2
 
 
 def test_text_of_a_run_stays_text(context, folder):
@@ -66,14 +79,14 @@ def test_text_of_a_run_stays_text(context, folder):
 
 def test_the_page_is_left_alone_while_nothing_changes(context, folder):
     handlers = RunsHandlers(context)
-    mark = drawn(context, ["a"])["mark"]
-    skipped = handlers.draw_if_changed(["a"], 0, mark)
+    seen = drawn(context, ["a"])["seen"]
+    skipped = handlers.draw_if_changed(["a"], 1, None, seen)
     assert skipped == [gr.skip()] * OUTPUTS
     with (folder / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 5, "nfe": 10, "seconds": 2.0}) + "\n")
-    assert "5 / 4" in handlers.draw_if_changed(["a"], 0, mark)[1]
+    assert "5 / 4" in handlers.draw_if_changed(["a"], 1, None, seen)[1]
     made_run(folder / "begun_later")
-    names = [value for value, _ in handlers.draw_if_changed(["a"], 0, mark)[0].choices]
+    names = [value for value, _ in handlers.draw_if_changed(["a"], 1, None, seen)[0].choices]
     assert names == ["a", "b", "begun_later"]
 
 
@@ -93,7 +106,11 @@ def test_a_deleted_or_damaged_run_does_not_hide_the_others(context, folder):
 def test_values_that_no_page_sends_are_survived(context):
     for selected, position in ((None, None), ([], "x"), ([1, {}], 10**9), (["../../etc"], -5)):
         assert "Choose a run" in drawn(context, selected, position)["table"]
-    assert moved(True, [1, 2]) == 0 and moved(float(7), [1, 2]) == 1 and moved(1, []) == 0
+    assert (
+        moved(True, [1, 2]) == 0
+        and moved(float(7), [1, 2]) == 1
+        and moved(2, []) == moved(float("nan"), [1]) == 0
+    )
 
 
 def test_more_runs_than_colours_are_cut_with_a_message(context, folder):
@@ -125,7 +142,8 @@ def test_a_stop_needs_a_run_at_work_and_a_confirmation(context, folder, monkeypa
     )
     (folder / "a" / LOCK).touch()
     with exclusive(folder / "a"):
-        assert drawn(context, ["a", "b"])["running"] == ["a"] and drawn(context, ["a"])["stop"]
+        shown = drawn(context, ["a", "b"], to_stop="b")
+        assert shown["running"] == ["a"] and shown["to_stop"] == "a" and shown["stop"]
         confirm, question, pending = handlers.ask("a")
         assert confirm.visible and f"process {os.getpid()}" in question and not sent
         confirm, pending_after, answer = handlers.stop(pending)
