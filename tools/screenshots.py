@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.browser import chromium  # noqa: E402
+from support.browser import FLAGS, chromium  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 900
 PATIENCE = 300_000
@@ -40,7 +40,7 @@ def main() -> None:
         parser.error(f"{given.run} is not a finished run; train one, see the top of this file")
     given.out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
         report_pictures(browser, given.run, given.out)
         with served(given.run) as url:
             web_pictures(browser, url, given.run.resolve().name, given.out)

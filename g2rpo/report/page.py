@@ -256,7 +256,8 @@ def _with_images(
 ) -> list[dict[str, Any]]:
     images = [file for i in chosen for file in (pairs.before_images[i], pairs.after_images[i])]
     uris, _ = embedded(images, budget)
-    names = sorted(set(pairs.before) & set(pairs.after), key=lambda name: name not in record.trained)
+    both = [name for name in pairs.before if name in pairs.after]
+    names = sorted(both, key=lambda name: name not in record.trained)
     return [
         {
             "prompt": pairs.prompts[i],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import sync_playwright
-from support.browser import chromium, opened
+from support.browser import FLAGS, chromium, opened
 from support.small_runs import SMALL, quiet
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ def browser():
     except RuntimeError as error:
         pytest.fail(str(error))
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield launched
         launched.close()
 

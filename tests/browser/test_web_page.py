@@ -12,12 +12,11 @@ import torch
 from conftest import HOSTILE
 from playwright.sync_api import expect
 from support.browser import WIDTHS, axe_findings, focus_with_tab, overflow
-from support.policies import load
 
 from g2rpo.inference.images import read_png_text
+from g2rpo.inference.open import open_policy
 from g2rpo.report.charts import number
-from g2rpo.web.explore import request_of
-from g2rpo.web.explore_data import explore_group
+from g2rpo.web.explore_data import ExploreRequest, explore_group
 
 TABS = ("Generate", "Explore a group", "Runs", "Vote")
 PATIENCE = 120_000
@@ -74,14 +73,14 @@ def test_explore_shows_what_the_functions_of_training_compute(visit, web, tmp_pa
     page = page_of(visit, web, "Explore a group")
     page.locator("#explore-prompt textarea").fill("two red circles")
     set_number(page, "explore-group-size", 4)
+    set_number(page, "explore-steps", 4)
     set_number(page, "explore-seed", 3)
     page.locator("#explore-run").click()
     expect(page.locator("#explore-status")).to_contain_text("explored in", timeout=PATIENCE)
     record = json.loads(downloaded(page, "#explore-json", tmp_path).read_text())
-    asked = dict(record["request"])
-    asked |= {"rewards": list(asked["rewards"]), "shared": asked.pop("shared_start")}
+    asked = {k: tuple(v) if isinstance(v, list) else v for k, v in record["request"].items()}
     with torch.no_grad():
-        group = explore_group(load("tiny"), request_of(**asked))
+        group = explore_group(open_policy("tiny", device="cpu"), ExploreRequest(**asked))
     assert asked["group_size"] == 4 and asked["seed"] == 3 and len(group.cells) >= 1
     heads = page.locator("#explore-group th[data-member]").evaluate_all(
         "heads => heads.map(head => [Number(head.dataset.member), Number(head.dataset.advantage)])"
@@ -93,7 +92,7 @@ def test_explore_shows_what_the_functions_of_training_compute(visit, web, tmp_pa
         order = sorted(range(4), key=lambda g: -advantages[g])
         expected += [pytest.approx([g, advantages[g]], abs=1e-4) for g in order]
     assert heads == expected
-    name = asked["rewards"][0]
+    name = next(iter(asked["rewards"]))
     rows = page.locator("#explore-group tbody tr").filter(has=page.locator(f'[data-reward="{name}"]'))
     shown = [
         text
@@ -101,7 +100,7 @@ def test_explore_shows_what_the_functions_of_training_compute(visit, web, tmp_pa
         for text in rows.nth(i).locator(f'[data-reward="{name}"]').all_text_contents()
     ]
     computed = [
-        f"{name} {number(float(cell.rewards[0, j, g]), 3)}"
+        f"{name} {number(float(cell.rewards[0, j, g]))}"
         for cell in group.cells
         for j in range(len(cell.granularities))
         for g in sorted(range(4), key=lambda g: -float(cell.advantages[g]))
@@ -121,9 +120,9 @@ def test_runs_shows_the_metrics_and_moves_every_image(visit, web, runs):
     images, grid = page.locator("#runs-grid img"), page.locator("#runs-grid [data-iteration]")
     slider = page.locator("#runs-slider input[type=range]")
     seen = []
-    for iteration in (0, 1, 2, 3):
-        if iteration:
-            slider.press("ArrowRight")
+    for iteration in (3, 2, 1, 0):  # a page begins with the latest grid
+        if iteration < 3:
+            slider.press("ArrowLeft")
         expect(grid).to_have_attribute("data-iteration", str(iteration), timeout=PATIENCE)
         seen.append(images.evaluate_all("images => images.map(image => image.src)"))
     assert all(len(sources) == 4 for sources in seen)
@@ -146,9 +145,10 @@ def test_vote_counts_what_was_chosen(visit, web, tmp_path):
     with downloaded(page, "#vote-file-csv", tmp_path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["prompt"] for row in rows] == ["two red circles", "a blue star", "three green squares"]
-    won = [row["preferred"] for row in rows]
-    wins, ties = won.count("tiny@g2rpo"), sum(name not in ("tiny", "tiny@g2rpo") for name in won)
-    assert ties == 1
+    assert [row["choice"] for row in rows] == ["left", "right", "tie"]
+    won = [row["winner"] for row in rows]
+    assert won == [rows[0]["left"], rows[1]["right"], ""]
+    wins, ties = won.count("tiny@g2rpo"), 1
     share, n, z = (wins + ties / 2) / 3, 3, 1.959964
     # Wilson: (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)
     centre, scale = share + z * z / (2 * n), 1 + z * z / n

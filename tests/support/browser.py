@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 
 NAMES = ("chromium", "google-chrome")
+FLAGS = ("--no-sandbox", "--disable-dev-shm-usage")
+"""Containers run as root, and have little shared memory: a page that needs more crashes the browser."""
 WIDTHS = (390, 1440)
 """Widths of a phone and of a desktop, in CSS pixels."""
 SERIOUS = ("serious", "critical")
