@@ -1,6 +1,6 @@
 """The guard on the embedded model: four runs that are made to fail, and healthy runs of five methods.
 
-    python benchmarks/guard_runs.py run OUT --seeds 81,82 --jobs 14     trains, then reports
+    python benchmarks/guard_runs.py run OUT --seeds 101,102 --jobs 14     trains, then reports
     python benchmarks/guard_runs.py report OUT                          reads the same folders again
     python benchmarks/guard_runs.py report OUT --replay                the present rule on the stored records
 
@@ -29,22 +29,22 @@ HELD_OUT = "verifier"
 
 FAILING = {
     "hacked_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=192 "
-    "eval_every=3 num_eval_prompts=1024 rewards={tiny_preference=1.0} "
+    "eval_every=4 num_eval_prompts=2000 rewards={tiny_preference=1.0} "
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
     "rate_too_high": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=1e-4 iterations=100 "
-    "eval_every=2 num_eval_prompts=1024",
+    "eval_every=2 num_eval_prompts=2000",
     "tails_too_coarse": "algorithm=g2rpo granularities=[3] train_steps=5 eta=1.0 lr=3e-5 iterations=100 "
-    "eval_every=2 num_eval_prompts=1024",
+    "eval_every=2 num_eval_prompts=2000",
     "growing_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=120 "
-    'eval_every=2 num_eval_prompts=1024 rewards={"guard_rewards:Growing"=1.0} '
+    'eval_every=2 num_eval_prompts=2000 rewards={"guard_rewards:Growing"=1.0} '
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
 }
 """Name -> settings of the runs that should trip the guard.
 
 That half of a gain is lost can be told from noise, 2.5 standard errors, only if the gain has more than 5 of
 them. So these are settings with which earlier runs gained 0.03 to 0.05 before they failed; the standard error
-is about 0.007 with 512 images and 0.005 with 1024. The evaluations are so frequent that several fall into the
-loss of the first half.
+is about 0.007 with 512 images, 0.005 with 1024 and 0.0035 with 2000. The evaluations are so frequent that
+several fall into the loss of the first half.
 """
 
 HEALTHY = {

@@ -5,6 +5,8 @@ The per-image values are stored in the record of the evaluation, and their means
     guard/grid, guard/sharpness, guard/saturation        image statistics
     guard/<reward>                                       rewards of the embedded world, for the guard alone
     guard/kl                                             estimated KL to the policy before training
+    guard/reward_drift/<reward>                          change of a trained reward's scores of the images
+                                                         from before training, relative to their spread
     guard/eval_velocity_rms/<k>, guard/eval_latent_rms   size of the velocities and of the final latents
     guard/fall_z/<metric>                                change since the metric's best evaluation, in
                                                          standard errors
@@ -31,11 +33,13 @@ class GuardValues:
 
     Attributes:
         rewards: rewards of the embedded world by name, which the run neither trains nor evaluates.
+        trained: names of the trained rewards that score single images.
         compare: returns metrics of the run folder and the iteration of an evaluation that was just recorded.
         step_sizes: filled while the images of an evaluation are sampled.
     """
 
     rewards: Mapping[str, Reward]
+    trained: tuple[str, ...]
     compare: Callable[[Path, int], Mapping[str, float]]
     step_sizes: StepSizes = field(default_factory=StepSizes)
 

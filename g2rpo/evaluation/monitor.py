@@ -22,6 +22,7 @@ from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.guard_values import GuardValues
 from g2rpo.evaluation.image_statistics import image_statistics
+from g2rpo.evaluation.reward_drift import score_first_images
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.figures import grid
 from g2rpo.inference.images import save_png
@@ -219,10 +220,27 @@ class Evaluator:
             step,
             undisturbed(self.policy.resident()),
         )
-        record = {
+        record: dict[str, Any] = {
             "statistics": {name: values.tolist() for name, values in statistics.items()},
             "guard_scores": {name: values.tolist() for name, values in scores.items()},
         }
+        trained = {name: self.rewards[name] for name in self.guard.trained if name in self.rewards}
+        record |= run_together(
+            lambda: (
+                score_first_images(
+                    trained,
+                    images,
+                    image_set.prompts,
+                    image_set.metadata,
+                    folder,
+                    step,
+                    self.batch,
+                    self.policy.device,
+                )
+                if rank() == 0
+                else {}
+            )
+        )
         return record, metrics
 
 

@@ -52,6 +52,16 @@ def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+def _gpu() -> int | None:
+    """The current GPU; None if this process does not use one."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _set_gpu(number: int | None) -> None:
+    if number is not None:
+        torch.cuda.set_device(number)
+
+
 def _set_deterministic(state: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
@@ -94,6 +104,7 @@ def _set_handlers(handlers: list[Any]) -> None:
 SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, _set_device),
+    (_gpu, _set_gpu),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (
         lambda: (

@@ -72,6 +72,21 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     _streams.update({name: _from_json(stream) for name, stream in state.get("foreign", {}).items()})
 
 
+@contextmanager
+def other_random_numbers(seed: int) -> Iterator[None]:
+    """Context manager for calls in addition to those of the run: seeds the global generators differently.
+
+    On exit they and the streams of foreign code are as before, so that the calls change no later number. A
+    reward that draws random numbers does not draw the same again.
+    """
+    before = random_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
 _streams: dict[str, dict[str, Any]] = {}
 """Name of foreign code, such as a reward -> states of the generators where its last block ended."""
 

@@ -40,11 +40,15 @@ class Evaluation:
         step: iterations that were finished.
         scores: name of a reward -> [N]; NaN = no score.
         statistics: name of an image statistic -> [N].
+        first_images: name of a trained reward -> its scores now of the images from before training, [n].
+        repeated: as first_images, of a second call; only before training.
     """
 
     step: int
     scores: Mapping[str, Array]
     statistics: Mapping[str, Array] = field(default_factory=dict)
+    first_images: Mapping[str, Array] = field(default_factory=dict)
+    repeated: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

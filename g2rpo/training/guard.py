@@ -28,6 +28,7 @@ import torch
 
 from g2rpo.config.settings import Settings
 from g2rpo.evaluation.guard_values import GuardValues
+from g2rpo.evaluation.reward_drift import REPEATED, SCORES
 from g2rpo.models.tiny import is_tiny
 from g2rpo.rewards.base import Reward
 from g2rpo.rewards.registry import CheckedReward, load_rewards
@@ -42,9 +43,11 @@ from g2rpo.runtime.records import DamagedFile, read_record
 from g2rpo.training.falls import Array, Evaluation
 from g2rpo.training.guard_rule import (
     Finding,
+    drift_findings,
     fall_scores,
     image_findings,
     pending_best,
+    reward_drifts,
     reward_findings,
     rollout_findings,
 )
@@ -82,7 +85,7 @@ class Guard:
         self.trained_in_rollouts = dict(settings.rewards)
         self.untrained = [n for n in pointwise if n not in settings.rewards]
         self.embedded = list(embedded)
-        self.values = GuardValues(embedded, self.metrics)
+        self.values = GuardValues(embedded, tuple(self.trained), self.metrics)
         self._records: dict[int, dict[str, Any]] = {}
         self._lines: list[dict[str, Any]] | None = None
 
@@ -147,7 +150,8 @@ class Guard:
         """What the run folder shows after iteration `step`; writes nothing and does not communicate."""
         self._read(out, step)
         evaluations, trained, untrained = self.compared(step)
-        found = reward_findings(evaluations, trained, untrained) + image_findings(evaluations)
+        found = reward_findings(evaluations, trained, untrained) + drift_findings(evaluations)
+        found += image_findings(evaluations)
         lines = [line for line in self._lines or [] if line["step"] <= step]
         return found + rollout_findings(lines, self.trained_in_rollouts, self.evaluates)
 
@@ -161,14 +165,19 @@ class Guard:
         return evaluations, trained, [name for name in self.untrained or self.embedded if name in scores]
 
     def metrics(self, out: Path, step: int) -> dict[str, float]:
-        """Returns guard/fall_z/<metric> of the evaluation after iteration `step`, on the first process."""
+        """Returns guard/fall_z/<metric> and guard/reward_drift/<reward>, on the first process.
+
+        They are of the evaluation after iteration `step`.
+        """
         if rank():
             return {}
         self._read(out, step)
         evaluations, trained, untrained = self.compared(step)
         if len(evaluations) < 2:
             return {}
-        return {f"guard/fall_z/{n}": z for n, z in fall_scores(evaluations, trained, untrained).items()}
+        drifts = {f"guard/reward_drift/{n}": change for n, (change, _) in reward_drifts(evaluations).items()}
+        falls = fall_scores(evaluations, trained, untrained)
+        return {f"guard/fall_z/{name}": z for name, z in falls.items()} | drifts
 
     def stopped(self, out: Path, step: int, found: Sequence[Finding]) -> RunStopped:
         """The error that ends a run with on_warning stop or rollback, whose checkpoint of `step` is saved."""
@@ -217,15 +226,25 @@ class Guard:
         scores = record["scores"] | record.get("guard_scores", {})
         images = len(last["prompts"])
 
-        def of(name: str) -> Array:
-            same = all(
+        def is_same(name: str) -> bool:
+            return all(
                 record.get(k, {}).get(name) == last.get(k, {}).get(name) for k in ("judges", "options")
             )
-            values = scores.get(name) if same else None
+
+        def of(name: str) -> Array:
+            values = scores.get(name) if is_same(name) else None
             return np.full(images, np.nan) if values is None else np.array(values, dtype=np.float64)
 
-        statistics = {n: np.array(v, dtype=np.float64) for n, v in record.get("statistics", {}).items()}
-        return Evaluation(step, {name: of(name) for name in names}, statistics)
+        def entry(key: str) -> dict[str, Array]:
+            return {name: np.array(values, dtype=np.float64) for name, values in record.get(key, {}).items()}
+
+        first_images, repeated = (
+            {name: values for name, values in entry(key).items() if is_same(name)}
+            for key in (SCORES, REPEATED)
+        )
+        return Evaluation(
+            step, {name: of(name) for name in names}, entry("statistics"), first_images, repeated
+        )
 
     def _new(self, out: Path, step: int, found: Sequence[Finding]) -> list[Finding]:
         """Writes the warnings that are new, and returns them; with stop and rollback those known as well."""

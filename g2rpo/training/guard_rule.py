@@ -8,6 +8,8 @@ be unlucky, so a fall is *confirmed* by several in a row, fewer the larger it is
                      trained ones together have fallen since then by ALSO_FALLEN standard errors. If they have
                      fallen by less, what happens is unclear, and the untrained metric must fall by as much
                      as one evaluation alone needs
+    reward drift     a trained reward gives the images from before training other scores than then, by more
+                     than its noise explains, at two evaluations in a row
     images           an image statistic is beyond its limit at two evaluations in a row
     rollouts         the mean of an iteration's trained rewards, the spread within the groups, or the size of
                      the latents left its limits for two blocks of iterations in a row
@@ -40,8 +42,12 @@ from g2rpo.training.falls import (
 
 TRAINED_LEVELS = (3.0, 2.0)
 """Standard errors by which the trained rewards together must fall at one evaluation, or at each of two."""
-UNTRAINED_LEVELS = (3.5, 2.5, 2.0)
-"""As TRAINED_LEVELS, for an untrained metric, at one, two or three: each of several can be a false alarm."""
+UNTRAINED_LEVELS = (6.0, 2.5, 2.0)
+"""As TRAINED_LEVELS, for an untrained metric, at one, two or three evaluations in a row.
+
+Each of several metrics can be a false alarm, and in the first iterations of a healthy run one may dip by four
+standard errors and rise again.
+"""
 ALSO_FALLEN = 1.5
 """Standard errors from which the trained rewards count as fallen beside an untrained metric."""
 SIGN = min(*TRAINED_LEVELS, *UNTRAINED_LEVELS)
@@ -57,7 +63,12 @@ SMALLEST_SPREAD = 0.3
 LATENT_LIMITS = (0.6, 1.6)
 """Root mean square of the latents relative to the first block."""
 
-HACKING, COLLAPSE = "reward_hacking", "collapse"
+DRIFT_SHARE, DRIFT_NOISE = 0.1, 4.0
+"""A reward has drifted if the scores of the same images changed, in root mean square, by DRIFT_SHARE of their
+standard deviation over the images, and by DRIFT_NOISE times what two calls before training differed by."""
+FEWEST_FIRST_IMAGES = 8
+
+HACKING, COLLAPSE, DRIFT = "reward_hacking", "collapse", "reward_drift"
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,52 @@ def reward_findings(
             text = ", and so did all that is trained" if trained else ""
             found.append(_finding(COLLAPSE, name, own, "the policy is getting worse", text))
     return found
+
+
+def reward_drifts(evaluations: Sequence[Evaluation]) -> dict[str, tuple[float, float]]:
+    """How much the trained rewards changed between the first and the last evaluation.
+
+    Returns:
+        reward -> root mean square change of the scores of the images from before training, and the limit from
+        which it counts; both relative to the standard deviation over the images before training. A reward
+        without a spread, or with too few scores, is left out.
+    """
+    drifts: dict[str, tuple[float, float]] = {}
+    if len(evaluations) < 2:
+        return drifts
+    before, now = evaluations[0], evaluations[-1]
+    for name, scores in now.first_images.items():
+        first, again = before.first_images.get(name), before.repeated.get(name)
+        if first is None or again is None or not len(first) == len(again) == len(scores):
+            continue
+        scored = np.isfinite(first) & np.isfinite(again) & np.isfinite(scores)
+        if scored.sum() < FEWEST_FIRST_IMAGES or not (spread := first[scored].std(ddof=1)) > 0:
+            continue
+        change = _rms(scores[scored] - first[scored]) / spread
+        noise = _rms(again[scored] - first[scored]) / spread
+        drifts[name] = change, max(DRIFT_SHARE, DRIFT_NOISE * noise)
+    return drifts
+
+
+def drift_findings(evaluations: Sequence[Evaluation]) -> list[Finding]:
+    """Trained rewards that have drifted at the last two evaluations."""
+    now, before = reward_drifts(evaluations), reward_drifts(evaluations[:-1])
+    return [
+        Finding(
+            DRIFT,
+            name,
+            "the trained reward is no longer what it was at the start: "
+            f"{name} gives the images from before training scores that differ by {change:.2f} times their "
+            f"standard deviation (limit {limit:.2f})",
+            details={"change": change, "limit": limit},
+        )
+        for name, (change, limit) in now.items()
+        if change > limit and name in before and before[name][0] > before[name][1]
+    ]
+
+
+def _rms(values: Array) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def confirmations(

@@ -17,8 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from g2rpo.rollouts.score import Rollout
 from g2rpo.run.warnings_file import append_warning
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
-from g2rpo.runtime.random import random_state, seed_everything, set_random_state
+from g2rpo.runtime.random import other_random_numbers
 from g2rpo.training.preflight_checks import (
     LIMITS,
     memory_check,
@@ -99,7 +98,7 @@ class Preflight:
         pixels = images.to(device).float() / 255
         errors = {name: reward.last_error for name, reward in rewards.items()}
         # Other seeds, because a reward that draws random numbers must not draw the same again.
-        with _other_random_numbers(self._settings.seed), scoring(rewards.values()):
+        with other_random_numbers(self._settings.seed + 1), scoring(rewards.values()):
             for name, reward in rewards.items():
                 self._second[name] = self._scores(reward, pixels).cpu()
         for name, reward in rewards.items():  # that of the rollout, in case it stops the run
@@ -183,17 +182,6 @@ class Preflight:
             off = off[off.isfinite()]
             squares[name] = (off.square().sum().item(), len(off))
         return squares
-
-
-@contextmanager
-def _other_random_numbers(seed: int) -> Iterator[None]:
-    """Seeds the process's global generators differently, and puts their states back on exit."""
-    before = random_state()
-    seed_everything(seed + 1)
-    try:
-        yield
-    finally:
-        set_random_state(before)
 
 
 def _digest(settings: Settings) -> str:

@@ -15,6 +15,7 @@ import torch
 from support.small_runs import SMALL, timeless
 
 import g2rpo
+from g2rpo.rewards.isolation import restored_state
 from g2rpo.rewards.registry import load_reward
 from g2rpo.runtime.random import key_seed, random_state, seed_everything, set_random_state
 
@@ -214,3 +215,21 @@ def test_a_run_stays_in_its_folders_and_has_the_same_numbers(module, tmp_path):
             line[key.replace(plain, "own").replace(changing, "own")] = line.pop(key)
     assert lines[0] == lines[1]
     assert 'out = "runs/' in (tmp_path / "runs" / plain / "config.toml").read_text(), "as it was typed"
+
+
+@pytest.mark.gpu
+def test_what_a_reward_does_to_a_gpu_is_put_back():
+    torch.cuda.manual_seed(3)
+    expected = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed(3)
+    with restored_state("a_reward"):
+        torch.set_default_device("cuda")
+        torch.cuda.manual_seed(77)
+        first = torch.rand(4)
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+        torch.set_autocast_enabled("cuda", True)
+    assert first.device.type == "cuda" and torch.get_default_device().type == "cpu"
+    assert not torch.is_autocast_enabled("cuda")
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+    with restored_state("a_reward"):  # its own stream continues
+        assert not torch.equal(torch.rand(4, device="cuda"), first)

@@ -1,12 +1,14 @@
 """The guard in runs of the toy family: it warns, stops or rolls back, and changes no number of the run."""
 
 import json
+import shutil
 
 import pytest
 from support.processes import run_processes, train_as
 from support.small_runs import timeless
 
 from g2rpo.config.load import load_settings
+from g2rpo.evaluation import monitor
 from g2rpo.run.best import best_checkpoint
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
@@ -175,6 +177,64 @@ def test_a_damaged_record_is_left_out(folder, hacked, tmp_path, caplog):
     assert guard.check(tmp_path, 12)
     assert "leaves out" in caplog.text and "step_000003.json" in caplog.text
     assert "step_000006.json is damaged: its content differs from the checksum" in caplog.text
+
+
+def trained_by(folder, out, reward, **changes):
+    given = settings(folder, out, **changes)
+    return train(given.model_copy(update={"rewards": {f"support.toy_rewards:{reward}": 1.0}})).out
+
+
+def drifts(out, reward):
+    name = f"guard/reward_drift/support.toy_rewards:{reward}"
+    return {line["step"]: line[name] for line in read_metrics(out / "metrics.jsonl") if name in line}
+
+
+def test_a_reward_that_changes_during_the_run_is_noticed(folder):
+    out = trained_by(folder, "growing", "Growing", eval_rewards=[FOLLOWS])
+    values = drifts(out, "Growing")
+    assert list(values) == list(range(1, 13)) and values[12] > values[6] > values[1] > 0
+    (first,) = [line for line in read_warnings(out) if line["kind"] == "reward_drift"]
+    assert first["metric"] == "support.toy_rewards:Growing" and first["change"] > first["limit"]
+    assert "no longer what it was at the start" in first["message"]
+    assert values[first["step"] - 1] > first["limit"], "two evaluations in a row"
+
+
+def test_a_noisy_reward_has_not_changed_and_its_numbers_are_those_of_a_run_without_the_check(
+    folder, monkeypatch
+):
+    out = trained_by(folder, "noisy", "noisy", eval_rewards=[FOLLOWS])
+    values = drifts(out, "noisy")
+    assert min(values.values()) > 0.1, "other noise in each call"
+    assert not [line for line in read_warnings(out) if line["kind"] == "reward_drift"]
+    monkeypatch.setattr(monitor, "score_first_images", lambda *args: {})
+    unchecked = trained_by(folder, "unchecked", "noisy", eval_rewards=[FOLLOWS])
+    assert drifts(unchecked, "noisy") == {}
+    checked = timeless(read_metrics(out / "metrics.jsonl"))
+    checked = [{k: v for k, v in line.items() if "reward_drift" not in k} for line in checked]
+    assert checked == timeless(read_metrics(unchecked / "metrics.jsonl"))
+
+
+def test_the_images_from_before_training_are_scored_as_they_were(hacked):
+    assert set(drifts(hacked, "brightness").values()) == {0.0}
+    before, after = (
+        json.loads((hacked / "evaluations" / f"step_{step:06d}.json").read_text()) for step in (0, 12)
+    )
+    assert before["scores_of_first_images"] == before["repeated_scores_of_first_images"]
+    assert before["scores_of_first_images"][TRAINED] == before["scores"][TRAINED][:16]
+    assert after["scores_of_first_images"] == before["scores_of_first_images"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no images"])
+def test_a_run_without_stored_images_goes_on(folder, hacked, content, tmp_path):
+    shutil.copytree(hacked, tmp_path / "run", symlinks=True)
+    images = tmp_path / "run" / "evaluations" / "images_before.safetensors"
+    if content is None:
+        images.unlink()
+    else:
+        images.write_bytes(content)
+    given = settings(folder, tmp_path / "run", iterations=13)
+    assert train(given).finished
+    assert list(drifts(tmp_path / "run", "brightness")) == list(range(1, 13))
 
 
 class Named:

@@ -11,9 +11,11 @@ from g2rpo.training.guard_rule import (
     COLLAPSE,
     HACKING,
     confirmations,
+    drift_findings,
     fall_scores,
     image_findings,
     pending_best,
+    reward_drifts,
     reward_findings,
     rollout_findings,
 )
@@ -203,8 +205,8 @@ def findings_of(trained, untrained):
 @pytest.mark.parametrize(
     ("falls", "end"),
     [
-        ((-3.6,), 2),
-        ((-3.4,), None),
+        ((-6.1,), 2),
+        ((-5.9,), None),
         ((-2.6, -2.6), 3),
         ((-2.6, -2.4), None),
         ((-2.1, -2.1, -2.1), 4),
@@ -236,7 +238,7 @@ def test_what_was_not_gained_cannot_be_lost():
 
 def test_with_trained_rewards_that_neither_rise_nor_fall_the_fall_must_be_clear():
     assert findings_of([8.0, 7.0, 7.0, 7.0], [8.0, 5.2, 5.2, 5.2]) == (None, [])
-    assert findings_of([8.0, 7.0, 7.0, 7.0], [8.0, 5.2, 5.2, 4.4]) == (4, [(COLLAPSE, "u")])
+    assert findings_of([8.0, 7.0, 7.0, 7.0], [8.0, 5.2, 5.2, 1.9]) == (4, [(COLLAPSE, "u")])
     assert findings_of([8.0, 6.4, 6.4, 6.4], [8.0, 5.2, 5.2, 5.2]) == (3, [(COLLAPSE, "u")])
 
 
@@ -249,3 +251,42 @@ def test_the_margin_says_how_far_a_warning_is():
     fall, beyond = found["u"]
     assert fall.best_step == 1 and fall.change.z == pytest.approx(-2.0)
     assert beyond == pytest.approx(-0.8)  # 1.7 and 2.0 in a row, of 2.5
+
+
+def rescored(changes, noise=0.0, images=16, spread=0.1):
+    """Evaluations whose trained reward gives the images from before training shifted scores."""
+    rng = np.random.default_rng(0)
+    first = rng.normal(0.7, spread, images)
+    made = []
+    for number, change in enumerate([0.0, *changes]):
+        scores = {"trained": first + change + rng.normal(0, noise, images)}
+        again = {"trained": first + rng.normal(0, noise, images)} if number == 0 else {}
+        made.append(Evaluation(10 * number, {}, {}, scores, again))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "noise", "found"),
+    [
+        ([0.0, 0.0], 0.0, False),
+        ([0.005, 0.005], 0.0, False),  # less than a tenth of the spread
+        ([0.03, 0.03], 0.0, True),
+        ([0.03, 0.0], 0.0, False),  # the present evaluation decides
+        ([0.0, 0.03], 0.0, False),  # and must not be alone
+        ([0.03, 0.03], 0.03, False),  # within the noise of the reward
+        ([0.3, 0.3], 0.03, True),
+        ([np.nan, np.nan], 0.0, False),
+    ],
+)
+def test_a_reward_has_drifted_if_its_noise_does_not_explain_it(changes, noise, found):
+    findings = drift_findings(rescored(changes, noise))
+    assert [(f.kind, f.metric) for f in findings] == [("reward_drift", "trained")] * found
+
+
+def test_a_drift_needs_scores_that_differ_and_enough_of_them():
+    assert reward_drifts(rescored([0.05])).keys() == {"trained"}
+    assert reward_drifts(rescored([0.05], images=7)) == {}
+    assert reward_drifts(rescored([0.05], spread=0.0)) == {}
+    assert reward_drifts(rescored([0.05])[:1]) == {} == reward_drifts([])
+    earlier = [Evaluation(0, {}), rescored([0.05])[1]]  # a run of an earlier version
+    assert reward_drifts(earlier) == {}

@@ -210,3 +210,21 @@ def test_moments_that_are_still_to_come_are_counted():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert checks.memory_check(optimizer, settings).moments == 0
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_gpu_is_what_is_free_less_the_peak_and_the_moments():
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    parameters = [torch.nn.Parameter(torch.zeros(25_000_000, device=device)) for _ in range(2)]  # 200 MB
+    settings = load_settings("tiny", SMALL)
+    quiet = checks.memory_check(torch.optim.AdamW(parameters), settings)
+    passing = torch.empty(10**9, dtype=torch.uint8, device=device)
+    del passing
+    after = checks.memory_check(torch.optim.AdamW(parameters), settings)
+    assert quiet.device == "cuda" and quiet.moments == pytest.approx(0.4)
+    assert quiet.total == pytest.approx(torch.cuda.get_device_properties(device).total_memory / 1e9, rel=0.02)
+    assert after.peak - quiet.peak == pytest.approx(1.0, abs=0.01)
+    # The freed gigabyte is free again, but the next iteration will need it once more.
+    assert quiet.headroom - after.headroom == pytest.approx(1.0, abs=0.1)
