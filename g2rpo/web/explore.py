@@ -160,8 +160,9 @@ def explore_tab(context: WebContext) -> None:
         offer_files, explored, [figure, numbers, explored], show_progress="hidden", api_visibility="private"
     )
     # After the cancellation, so that the last progress does not replace it.
-    stopped = cancel.click(None, None, None, cancels=[event], queue=False)
-    stopped.then(cancelled, None, status, show_progress="hidden", api_visibility="private")
+    cancel.click(None, None, None, cancels=[event], queue=False).then(
+        cancelled, None, status, show_progress="hidden", api_visibility="private"
+    )
 
 
 def compute(context: WebContext, job: Job, label: str, request: ExploreRequest) -> ExploredGroup:
