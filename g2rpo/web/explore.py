@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +114,7 @@ def explore_tab(context: WebContext) -> None:
     with gr.Row():
         figure = gr.DownloadButton("Download as PNG figure", interactive=False, elem_id="explore-png")
         numbers = gr.DownloadButton("Download the numbers (JSON)", interactive=False, elem_id="explore-json")
+    explored = gr.State(None)
 
     inputs = [
         model, prompt, rewards, sampling, noise_steps, granularities,
@@ -127,24 +129,40 @@ def explore_tab(context: WebContext) -> None:
                 if isinstance(event, Progress):
                     yield {status: status_html(event.text, event)}
                     continue
-                group = event.value
-                yield {status: status_html(f"explored in {event.seconds:.1f} s"), result: group_html(group)}
-                png, record = write_files(context, group, label)
                 yield {
-                    figure: gr.DownloadButton(value=str(png), interactive=True),
-                    numbers: gr.DownloadButton(value=str(record), interactive=True),
+                    status: status_html(f"explored in {event.seconds:.1f} s"),
+                    result: group_html(event.value),
+                    figure: gr.DownloadButton(interactive=False),  # until the files of this group are written
+                    numbers: gr.DownloadButton(interactive=False),
+                    explored: (event.value, label),
                 }
+
+    def offer_files(made: tuple[ExploredGroup, str] | None) -> list[Any]:
+        if made is None:
+            return [gr.skip(), gr.skip(), None]
+        with messages():
+            files = [
+                gr.DownloadButton(value=str(path), interactive=True) for path in write_files(context, *made)
+            ]
+            return [*files, None]
 
     presets.change(
         preset_values, [presets, num_steps], [sampling, noise_steps, granularities, shared], queue=False
     )
     num_steps.change(possible_steps, [num_steps, noise_steps], noise_steps, queue=False)
-    sampling.change(used_controls, sampling, [noise_steps, granularities], queue=False)
+    sampling.input(used_controls, sampling, [noise_steps, granularities], queue=False)
     event = run.click(
-        explore, inputs, [status, result, figure, numbers],
+        explore, inputs, [status, result, figure, numbers, explored],
         **MODEL_QUEUE, show_progress="hidden", trigger_mode="once", api_name="explore",
     )  # fmt: skip
-    cancel.click(lambda: status_html("cancelled"), None, status, cancels=[event], queue=False)
+    # An event of its own: drawing takes seconds, and the next group need not wait for it.
+    event.success(
+        offer_files, explored, [figure, numbers, explored], show_progress="hidden", api_visibility="private"
+    )
+    # After the cancellation, so that the last progress does not replace it.
+    cancel.click(None, None, None, cancels=[event], queue=False).then(
+        cancelled, None, status, show_progress="hidden", api_visibility="private"
+    )
 
 
 def compute(context: WebContext, job: Job, label: str, request: ExploreRequest) -> ExploredGroup:
@@ -235,17 +253,24 @@ def _real(name: str, value: Any) -> float:
     return float(value)
 
 
+def cancelled() -> str:
+    """Returns the status after a cancellation, when news that were on their way have arrived."""
+    time.sleep(0.5)
+    return status_html("cancelled")
+
+
 def preset_values(title: str, num_steps: int) -> list[Any]:
     """Returns the updates of a preset: sampling, noise steps, granularities, shared initial noise."""
     preset = PRESETS.get(title)
     if preset is None:
         return [gr.skip()] * 4
-    steps = preset.get("noise_steps")
-    strides = preset.get("granularities")
+    if preset["sampling"] != SAMPLINGS[0]:
+        return [preset["sampling"], *used_controls(preset["sampling"]), preset["shared_start"]]
+    steps = [k for k in preset["noise_steps"] if k <= num_steps - 2]
     return [
         preset["sampling"],
-        gr.skip() if steps is None else [k for k in steps if k <= num_steps - 2],
-        gr.skip() if strides is None else list(strides),
+        gr.CheckboxGroup(value=steps, visible=True),
+        gr.CheckboxGroup(value=list(preset["granularities"]), visible=True),
         preset["shared_start"],
     ]
 
@@ -259,7 +284,7 @@ def possible_steps(num_steps: int, chosen: list[int]) -> Any:
 def used_controls(sampling: str) -> list[Any]:
     """Returns which controls have an effect: a path has no single noise step and no granularity."""
     singular = sampling == SAMPLINGS[0]
-    return [gr.CheckboxGroup(interactive=singular), gr.CheckboxGroup(interactive=singular)]
+    return [gr.CheckboxGroup(visible=singular), gr.CheckboxGroup(visible=singular)]
 
 
 def example_prompts() -> list[str]:

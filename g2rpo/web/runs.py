@@ -35,13 +35,8 @@ def runs_tab(context: WebContext) -> None:
     names = list(context.current_runs())
     handlers = RunsHandlers(context)
     gr.HTML(style_sheet() + INTRODUCTION, elem_id="runs-introduction")
-    with gr.Row():
-        chosen = gr.CheckboxGroup(
-            names, value=names[:1], label="Runs", elem_id="runs-choice", scale=4, min_width=240
-        )
-        follow = gr.Checkbox(
-            True, label=f"Refresh every {REFRESH_SECONDS} s", elem_id="runs-follow", scale=1, min_width=180
-        )
+    chosen = gr.CheckboxGroup(names, value=names[:1], label="Runs", elem_id="runs-choice")
+    follow = gr.Checkbox(True, label=f"Refresh every {REFRESH_SECONDS} s", elem_id="runs-follow")
     table = gr.HTML(elem_id="runs-table")
     with gr.Row(visible=False, elem_id="runs-stop-row") as stop_row:
         to_stop = gr.Dropdown([], label="A run at work", elem_id="runs-stop-choice", scale=3)

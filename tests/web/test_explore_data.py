@@ -23,6 +23,8 @@ from g2rpo.web.explore_data import (
 )
 
 REWARDS = {"tiny_clip": 1.0, "verifier": 0.5}
+ROUNDING = {"rtol": 0.0, "atol": 5e-4}
+"""The trainer may use other batch sizes, whose rounding can change a pixel by one of 255 levels."""
 
 
 def request(**changes):
@@ -59,11 +61,13 @@ def test_singular_sampling_is_that_of_training(policy, tmp_path):
     assert len(group.cells) == 2 and group.nfe == rollout.nfe
     for k, cell in enumerate(group.cells):
         assert cell.noise_steps == (k,) and cell.granularities == (1, 2)
-        torch.testing.assert_close(cell.rewards, rollout.rewards[:, k])
-        torch.testing.assert_close(cell.advantages, advantages[k])
-        torch.testing.assert_close(cell.parts.sum(0).clamp(-5, 5), advantages[k])
+        torch.testing.assert_close(cell.rewards, rollout.rewards[:, k], **ROUNDING)
+        torch.testing.assert_close(cell.advantages, advantages[k], rtol=0, atol=0.02)
+        (exact,) = group_advantages(cell.rewards[:, None], torch.tensor(list(REWARDS.values())))
+        assert torch.equal(cell.advantages, exact)
+        torch.testing.assert_close(cell.parts.sum(0).clamp(-5, 5), exact)
         assert cell.advantages.abs().max() > 0.1
-    torch.testing.assert_close(group.anchor_rewards, rollout.anchor_rewards)
+    torch.testing.assert_close(group.anchor_rewards, rollout.anchor_rewards, **ROUNDING)
 
 
 def test_path_sampling_is_that_of_training(policy, tmp_path):
@@ -72,10 +76,10 @@ def test_path_sampling_is_that_of_training(policy, tmp_path):
     asked = dataclasses.replace(request(), prompt=prompt.text, sampling="path")
     (cell,) = explore_group(policy, asked, metadata=prompt.metadata).cells
     assert cell.noise_steps == (0, 1, 2) and cell.push is None
-    torch.testing.assert_close(cell.rewards, rollout.rewards[:, 0])
+    torch.testing.assert_close(cell.rewards, rollout.rewards[:, 0], **ROUNDING)
     # That method divides by another spread, so its advantages differ by a factor of the group.
     weights = torch.tensor(list(REWARDS.values()))
-    torch.testing.assert_close(cell.advantages, group_advantages(rollout.rewards, weights)[0])
+    assert torch.equal(cell.advantages, group_advantages(cell.rewards[:, None], weights)[0])
     assert cell.order == advantages[0].argsort(descending=True).tolist()
 
 
@@ -186,8 +190,8 @@ def test_every_preset_is_a_request():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": "  "}, "the prompt is empty"),
-        ({"prompt": "x" * 5000}, "5,000 characters; at most 2,500"),
+        ({"prompt": "  "}, "empty prompt"),
+        ({"prompt": "x" * 5000}, "5000 characters; shorten it to at most 2500"),
         ({"prompt": "a\x00b"}, "NUL"),
         ({"group_size": 10**9}, "group size G is 1,000,000,000; give a whole number from 2 to 16"),
         ({"group_size": 1}, "from 2 to 16"),

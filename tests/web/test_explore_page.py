@@ -164,12 +164,13 @@ def test_presets_and_controls_fit_together():
     for title, preset in PRESETS.items():
         sampling, steps, _, shared = preset_values(title, 8)
         assert (sampling, shared) == (preset["sampling"], preset["shared_start"])
+        assert steps.visible == ("noise_steps" in preset)
         if "noise_steps" in preset:
-            assert steps == list(preset["noise_steps"])
-    assert preset_values("An early and a late noise step", 4)[1] == [0]
+            assert steps.value == list(preset["noise_steps"])
+    assert preset_values("An early and a late noise step", 4)[1].value == [0]
     changed = possible_steps(5, [1, 3, 6])
     assert [value for _, value in changed.choices] == [0, 1, 2, 3] and changed.value == [1, 3]
-    assert [control.interactive for control in used_controls("path")] == [False, False]
+    assert [control.visible for control in used_controls("path")] == [False, False]
 
 
 def test_rewards_of_the_list_need_no_download_or_code(context):
