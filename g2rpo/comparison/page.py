@@ -41,8 +41,8 @@ from g2rpo.runtime.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MANY_COLUMNS = 9
-"""A table of more columns breaks words where it must, to fit the page."""
+DENSE_COLUMNS, MANY_COLUMNS = 7, 9
+"""To fit the page, a table of more columns has smaller letters, and of still more breaks words anywhere."""
 X_LABELS = {**UNITS, "seconds": "seconds of iterations"}
 
 
@@ -195,9 +195,10 @@ def _table(table: Table) -> str:
     body = "".join(map(row, table.rows))
     head = "".join(f'<th scope="col" role="columnheader">{text}</th>' for text in heads)
     note = f'<p class="quiet">{html.escape(table.note)}</p>' if table.note else ""
-    title, kind = html.escape(table.title), "wide many" if len(heads) > MANY_COLUMNS else "wide"
+    title, count = html.escape(table.title), len(heads)
+    kind = "wide" + " dense" * (count > DENSE_COLUMNS) + " many" * (count > MANY_COLUMNS)
     return (
-        f'<div class="{kind}" role="region" aria-label="{title}" tabindex="0"><table role="table">'
+        f'<div class="{kind}" role="region" aria-label="Table: {title}" tabindex="0"><table role="table">'
         f'<thead role="rowgroup"><tr role="row">{head}</tr></thead>'
         f'<tbody role="rowgroup">{body}</tbody></table></div>{note}'
     )
@@ -225,6 +226,8 @@ p {{ max-width: 56rem; }} .quiet, small {{ color: var(--quiet); }} p.quiet {{ fo
 table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; min-width: 4.5rem; }}
 th:first-child {{ text-align: left; min-width: 6rem; }} tbody th {{ font-weight: 600; }}
+.dense table {{ font-size: .8rem; }} .dense th, .dense td {{ padding: .3rem .4rem; }}
+.many th, .many td {{ min-width: 3.2rem; }}
 thead th {{ background: var(--panel); font-weight: 600; vertical-align: bottom; }}
 details {{ margin: 1rem 0; }} summary {{ cursor: pointer; color: var(--link); }}
 pre {{ background: var(--panel); padding: .7rem; overflow-x: auto; font-size: .82rem; }}
@@ -314,7 +317,7 @@ def write_page(
     reading = [f"<p>{html.escape(text)}</p>" for text in how_to_read(compared)]
     sections.append(_section("reading", "How to read this", reading))
     commands = html.escape("\n".join(compared.commands))
-    block = f'<pre tabindex="0" role="region" aria-label="Commands">{commands}</pre>'
+    block = f'<pre tabindex="0" role="region" aria-label="Lines of commands">{commands}</pre>'
     sections.append(_section("commands", "Commands", [block]))
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'

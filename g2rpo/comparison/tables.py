@@ -30,6 +30,7 @@ from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.progress import format_seconds
 
 ALL_PAIRS = 4  # up to this number of arms, all pairs are compared; of more, each with the first
+MANY_ARMS = 8  # up to this number of arms, each is a column of the table of settings
 NOTHING = "–"
 KINDS = ("eval", "eval_gain", "reward")
 """Kinds of metrics, in the order of the report: what methods are compared by comes first."""
@@ -216,7 +217,8 @@ def run_table(compared: Compared) -> Table:
 def settings_table(compared: Compared) -> Table | None:
     """Makes the table of settings in which the arms differ; None if there are none.
 
-    A dash marks an option that an algorithm does not have.
+    Each setting is a row, or of more than `MANY_ARMS` arms a column. A dash marks an option that an algorithm
+    does not have.
     """
     arms = list(compared.settings.values())
     names = dict.fromkeys(key for arm in arms for key in arm)
@@ -226,7 +228,11 @@ def settings_table(compared: Compared) -> Table | None:
     rows = [
         [key, *(NOTHING if arm.get(key) is None else toml_value(arm[key]) for arm in arms)] for key in keys
     ]
-    return Table("Settings that differ", ["setting", *compared.settings], rows)
+    heads = ["setting", *compared.settings]
+    if len(arms) > MANY_ARMS:
+        heads, *rows = map(list, zip(heads, *rows, strict=True))
+        heads[0] = "arm"
+    return Table("Settings that differ", heads, rows)
 
 
 def warning(compared: Compared) -> str:

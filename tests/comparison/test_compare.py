@@ -17,7 +17,7 @@ from g2rpo.__main__ import app
 from g2rpo.comparison.arms import read_arms, read_runs, read_seeds
 from g2rpo.comparison.compare import Comparison, compare, measured, report
 from g2rpo.comparison.page import bands_of, write_curves, write_page
-from g2rpo.comparison.tables import MetricTables, Table, reach_table, value_table
+from g2rpo.comparison.tables import MetricTables, Table, reach_table, settings_table, value_table
 from g2rpo.comparison.verdict import difference_table, verdict
 from g2rpo.run.folder import latest_checkpoint
 from g2rpo.run.metrics import read_metrics
@@ -289,7 +289,17 @@ def test_a_table_of_many_columns_may_break_words(evaluated, tmp_path):
     tables = {"eval/e": MetricTables(None, value_table(arms, "eval/e"), None)}
     write_page(tmp_path / "index.html", arms, "verdict", tables, [wide])
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert 'class="wide many" role="region" aria-label="Wide"' in page and page.count("wide many") == 1
+    assert 'class="wide dense many" role="region" aria-label="Table: Wide"' in page and page.count("dense many") == 1
+
+
+def test_settings_of_many_arms_are_columns(tmp_path):
+    run = write_run(tmp_path / "a", lines([1.0, 2.0]), lr=1e-3)
+    other = write_run(tmp_path / "b", lines([1.0, 2.0]), lr=1e-5)
+    folders = {f"a{i}": {0: run} for i in range(7)} | {"b": {0: other}}
+    few = settings_table(measured(folders, {}, 0.0))
+    assert (few.heads[0], few.heads[-1]) == ("setting", "b") and few.rows == [["lr", *["0.001"] * 7, "1e-05"]]
+    many = settings_table(measured(folders | {"c": {0: other}}, {}, 0.0))
+    assert many.heads == ["arm", "lr"] and many.rows[-3:] == [["a6", "0.001"], ["b", "1e-05"], ["c", "1e-05"]]
 
 
 def test_a_share_is_given_for_smoothing(tmp_path):
