@@ -29,7 +29,7 @@ test-long: $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu and not browser"
 
 test-browser: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m browser tests/browser
 
 test-repo: $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu" tests/repo

@@ -18,6 +18,8 @@ CSS = """
   max-width: 1280px !important; min-width: 0 !important; width: 100%; margin: 0 auto !important;
 }
 .gradio-container .column, .gradio-container .block { min-width: 0; }
+.gradio-container [role=tab][aria-selected=true] { color: var(--primary-700); }
+.dark .gradio-container [role=tab][aria-selected=true] { color: var(--primary-300); }
 #page-title h1 { margin: 0; font-size: 1.4rem; }
 #page-title p { margin: 0.15rem 0 0; color: var(--body-text-color-subdued); }
 .g2rpo-status { display: flex; align-items: center; gap: 0.75rem; min-height: 1.75rem; flex-wrap: wrap; }

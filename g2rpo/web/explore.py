@@ -93,7 +93,7 @@ def explore_tab(context: WebContext) -> None:
             num_steps = gr.Slider(
                 3, MAX_STEPS, STEPS, step=1, label="Denoising steps T", elem_id="explore-steps"
             )
-            seed = gr.Number(0, label="Seed", precision=0, minimum=0, elem_id="explore-seed")
+            seed = gr.Number(0, label="Seed", precision=0, elem_id="explore-seed")
             shared = gr.Checkbox(
                 preset["shared_start"],
                 label="Shared initial noise",

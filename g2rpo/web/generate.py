@@ -79,9 +79,8 @@ class _Inputs:
             guidance = gr.Slider(
                 0, limits.guidance, 3.5, step=0.1, label="Guidance", elem_id="generate-guidance"
             )
-            seed = gr.Number(
-                0, label="Seed", precision=0, minimum=0, maximum=limits.seed, elem_id="generate-seed"
-            )
+            # Without limits: Gradio's own message about them names no input, and logs a stack trace.
+            seed = gr.Number(0, label="Seed", precision=0, elem_id="generate-seed")
         return cls(prompt, left, right, steps, guidance, seed)
 
 

@@ -32,9 +32,11 @@ def checked_number(value: Any, name: str, low: float, high: float) -> float:
         ValueError: it is missing, not a number, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}: enter a number from {low:g} to {high:g}")
+        raise ValueError(f"{name}: enter a number from {low:.12g} to {high:.12g}")
     if not low <= value <= high:
-        raise ValueError(f"{name}: {value:g} is out of range; enter a number from {low:g} to {high:g}")
+        raise ValueError(
+            f"{name}: {value:.12g} is out of range; enter a number from {low:.12g} to {high:.12g}"
+        )
     return float(value)
 
 
@@ -42,7 +44,7 @@ def checked_count(value: Any, name: str, low: int, high: int) -> int:
     """Returns a whole number between two limits; as `checked_number`."""
     number = checked_number(value, name, low, high)
     if number != int(number):
-        raise ValueError(f"{name}: {value:g} is not a whole number")
+        raise ValueError(f"{name}: {value:.12g} is not a whole number")
     return int(number)
 
 

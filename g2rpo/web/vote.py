@@ -147,9 +147,7 @@ class _Setup:
                 images = gr.Slider(
                     1, limits.vote_images, 1, step=1, label="Images per prompt", elem_id="vote-images"
                 )
-                seed = gr.Number(
-                    0, label="First seed", precision=0, minimum=0, maximum=limits.seed, elem_id="vote-seed"
-                )
+                seed = gr.Number(0, label="First seed", precision=0, elem_id="vote-seed")
             start = gr.Button("Start voting", variant="primary", elem_id="vote-start")
         values = [prompts, file, model_first, model_second, steps, guidance, seed, images]
         return cls(panel, values, start)

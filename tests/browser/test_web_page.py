@@ -80,7 +80,7 @@ def test_explore_shows_what_the_functions_of_training_compute(visit, web, tmp_pa
     record = json.loads(downloaded(page, "#explore-json", tmp_path).read_text())
     asked = {k: tuple(v) if isinstance(v, list) else v for k, v in record["request"].items()}
     with torch.no_grad():
-        group = explore_group(open_policy("tiny", device="cpu"), ExploreRequest(**asked))
+        group = explore_group(open_policy("tiny", device="cpu", guidance=1.0), ExploreRequest(**asked))
     assert asked["group_size"] == 4 and asked["seed"] == 3 and len(group.cells) >= 1
     heads = page.locator("#explore-group th[data-member]").evaluate_all(
         "heads => heads.map(head => [Number(head.dataset.member), Number(head.dataset.advantage)])"

@@ -289,7 +289,10 @@ def test_a_table_of_many_columns_may_break_words(evaluated, tmp_path):
     tables = {"eval/e": MetricTables(None, value_table(arms, "eval/e"), None)}
     write_page(tmp_path / "index.html", arms, "verdict", tables, [wide])
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert 'class="wide dense many" role="region" aria-label="Table: Wide"' in page and page.count("dense many") == 1
+    assert (
+        'class="wide dense many" role="region" aria-label="Table: Wide"' in page
+        and page.count("dense many") == 1
+    )
 
 
 def test_settings_of_many_arms_are_columns(tmp_path):
