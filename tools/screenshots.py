@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.browser import FLAGS, chromium  # noqa: E402
 
-WIDTH, HEIGHT = 1280, 900
+WIDTH, HEIGHT, WEB_HEIGHT = 1280, 900, 1150
 PATIENCE = 300_000
 """Milliseconds for work of a model on a busy machine."""
 COLOURS = 256
@@ -48,19 +48,17 @@ def main() -> None:
 
 
 def report_pictures(browser: Browser, run: Path, out: Path) -> None:
-    """The first screen in light and dark, the slider in the middle of the training, and the groups."""
+    """The first screen, the slider in the middle of the training, and the groups."""
     subprocess.run([sys.executable, "-m", "g2rpo", "report", str(run)], check=True)
-    for scheme in ("light", "dark"):
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
-        page.goto((run / "report.html").resolve().as_uri())
-        save(page, out / f"page_report_{scheme}.png")
-        if scheme == "light":
-            slider = page.locator("#iteration")
-            for _ in range(int(slider.get_attribute("max") or 0) // 2):
-                slider.press("ArrowLeft")
-            for part in ("training", "groups"):
-                save(page, out / f"page_report_{part}.png", f"#{part}")
-        page.close()
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page.goto((run / "report.html").resolve().as_uri())
+    save(page, out / "page_report.png")
+    slider = page.locator("#iteration")
+    for _ in range(int(slider.get_attribute("max") or 0) // 2):
+        slider.press("ArrowLeft")
+    for part in ("training", "groups"):
+        save(page, out / f"page_report_{part}.png", f"#{part}")
+    page.close()
 
 
 @contextmanager
@@ -78,7 +76,7 @@ def served(run: Path) -> Iterator[str]:
 
 def web_pictures(browser: Browser, url: str, run: str, out: Path) -> None:
     """Every tab, after it was used."""
-    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page = browser.new_page(viewport={"width": WIDTH, "height": WEB_HEIGHT})
     page.goto(url)
     page.locator("#generate-button").click(timeout=PATIENCE)
     expect(page.locator("#generate-status")).to_contain_text("done in", timeout=PATIENCE)
@@ -87,7 +85,7 @@ def web_pictures(browser: Browser, url: str, run: str, out: Path) -> None:
     page.get_by_role("tab", name="Explore a group").click()
     page.locator("#explore-run").click()
     expect(page.locator("#explore-status")).to_contain_text("explored in", timeout=PATIENCE)
-    save(page, out / "page_web_explore.png", "#explore-group")
+    save(page, out / "page_web_explore.png")
 
     page.get_by_role("tab", name="Runs").click()
     expect(page.locator(f'#runs-table tr[data-run="{run}"]')).to_be_visible(timeout=PATIENCE)

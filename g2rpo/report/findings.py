@@ -16,6 +16,10 @@ from g2rpo.report.charts import Series, number, signed
 from g2rpo.report.record import Line, PairedSet, RunRecord
 
 
+UNCHANGED = "no measurable change"
+"""Verdict on a difference whose interval contains zero."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """A reward on the same prompts and seeds, before and after.
@@ -43,13 +47,13 @@ class Difference:
         """Returns "rose", "fell" or "no measurable change", by the interval."""
         if self.low > 0:
             return "rose"
-        return "fell" if self.high < 0 else "no measurable change"
+        return "fell" if self.high < 0 else UNCHANGED
 
     @property
     def sentence(self) -> str:
         """Returns the difference with its interval as text."""
         measured = f"{signed(self.difference)}, 95 % interval {signed(self.low)} to {signed(self.high)}"
-        if self.verdict == "no measurable change":
+        if self.verdict == UNCHANGED:
             return f"{self.reward} did not change measurably ({measured})"
         return f"{self.reward} {self.verdict} ({measured})"
 
@@ -90,7 +94,10 @@ def headline(rows: Sequence[Difference]) -> str:
         for row in rows:
             if row.trained == trained:
                 by_verdict[row.verdict].append(row.reward)
-        texts = [f"{', '.join(names)} {verdict}" for verdict, names in by_verdict.items()]
+        texts = [
+            f"{', '.join(names)} {'did not change measurably' if verdict == UNCHANGED else verdict}"
+            for verdict, names in by_verdict.items()
+        ]
         parts += [f"{kind}: {'; '.join(texts)}."] if texts else []
     return " ".join(parts)
 

@@ -90,7 +90,8 @@ def test_the_verdict_has_the_numbers_of_the_evaluation_records(visit, runs, repo
                 result,
             ]
             if number_of_set == len(before) - 1:  # the verdict is on the unseen prompts
-                assert re.search(rf"(Trained|Held out): [^.]*{name}[^.]*{result}", headline)
+                said = "did not change measurably" if result == "no measurable change" else result
+                assert re.search(rf"(Trained|Held out): [^.]*{name}[^.]*{said}", headline)
 
 
 def test_text_of_a_prompt_stays_text(visit, report):
