@@ -15,7 +15,6 @@ from g2rpo.evaluation.stats import interval
 from g2rpo.report.charts import Series, number, signed
 from g2rpo.report.record import Line, PairedSet, RunRecord
 
-
 UNCHANGED = "no measurable change"
 """Verdict on a difference whose interval contains zero."""
 

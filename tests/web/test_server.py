@@ -97,7 +97,7 @@ def test_both_images_of_the_page_are_those_of_sample(client):
         ({"prompt": ""}, "empty prompt"),
         ({"prompt": "x" * 5000}, "5000 characters"),
         ({"steps": 10**9}, "maximum"),
-        ({"seed": -1}, "minimum"),
+        ({"seed": -1}, "Seed: -1 is out of range"),
         ({"guidance": 1e9}, "maximum"),
         ({"left": "../../etc/passwd"}, "not in the list"),
     ],
