@@ -1,6 +1,7 @@
 # make demo       trains the embedded model for a few minutes on a CPU and shows what changed
-# make test       the tests that need no GPU and are not marked `long`
+# make test       the tests that need no GPU and no browser and are not marked `long`
 # make test-long  all tests that need no GPU, those marked `long` included
+# make test-browser  the pages in a headless Chromium: $CHROMIUM, or chromium or google-chrome on the PATH
 # make test-repo  the checks of documents, benchmarks and committed results (tests/repo)
 # make release    builds the distributions in dist/, checks them and tries the wheel in an empty environment
 # make clean      removes the environment that these make
@@ -16,16 +17,19 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-long test-repo release clean
+.PHONY: demo test test-long test-browser test-repo release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/g2rpo train
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not gpu and not long"
+	$(PYTEST) -m "not gpu and not long and not browser"
 
 test-long: $(VENV)/.installed-dev
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not browser"
+
+test-browser: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m browser tests/browser
 
 test-repo: $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu" tests/repo

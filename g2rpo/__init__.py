@@ -172,6 +172,8 @@ def plan(
 ) -> "Costs":
     """Computes the forwards, images, memory, disk and time of a run, as `g2rpo plan` does.
 
+    A prompt file that the recipe names may be absent.
+
     Args:
         recipe, overrides: as for `train`.
         num_processes: number of devices that share the groups of an iteration.
@@ -184,9 +186,9 @@ def plan(
         ValueError: settings are invalid or contradict each other, or the table does not contain the GPU.
     """
     from g2rpo.costs.estimate import plan_here
-    from g2rpo.training.run_prompts import RunPrompts
+    from g2rpo.training.run_prompts import planned_texts
 
-    settings = _settings(recipe, overrides)
+    settings = _settings(recipe, overrides, prompts_may_be_absent=True)
     return plan_here(
         settings,
         num_processes=num_processes,
@@ -194,7 +196,7 @@ def plan(
         memory_gb=memory_gb,
         measured=measured,
         seconds_per_forward=seconds_per_forward,
-        num_texts=len(RunPrompts.of(settings).texts),
+        num_texts=planned_texts(settings)[0],
     )
 
 
@@ -376,13 +378,18 @@ def compare(
     return compare_arms(Path(out), listed, seeds, jobs=jobs)
 
 
-def _settings(recipe: "str | Path | Settings | None", overrides: "Mapping[str, SettingValue]") -> "Settings":
+def _settings(
+    recipe: "str | Path | Settings | None",
+    overrides: "Mapping[str, SettingValue]",
+    *,
+    prompts_may_be_absent: bool = False,
+) -> "Settings":
     from g2rpo.config.load import checked_settings, load_settings
     from g2rpo.config.settings import Settings
 
     given = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
     if not isinstance(recipe, Settings):
-        return load_settings(recipe, given)
+        return load_settings(recipe, given, prompts_may_be_absent=prompts_may_be_absent)
     return checked_settings(recipe, given)
 
 

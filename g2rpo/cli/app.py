@@ -13,6 +13,7 @@ import typer
 import g2rpo
 from g2rpo.cli.compare import compare
 from g2rpo.cli.console import Commands
+from g2rpo.cli.demo import demo
 from g2rpo.cli.doctor import doctor
 from g2rpo.cli.embed import embed
 from g2rpo.cli.evaluate import evaluate
@@ -58,5 +59,20 @@ def main(
     """
 
 
-for command in (train, plan, fetch, embed, sample, score, evaluate, gallery, compare, report, export, doctor):
+COMMANDS = (
+    train,
+    plan,
+    fetch,
+    embed,
+    sample,
+    score,
+    evaluate,
+    gallery,
+    compare,
+    report,
+    demo,
+    export,
+    doctor,
+)
+for command in COMMANDS:
     app.command()(command)

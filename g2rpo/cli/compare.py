@@ -45,18 +45,22 @@ def compare(
         int, typer.Option(min=1, help="Runs trained at the same time. They share memory and cores.")
     ] = 1,
     smooth: Annotated[
-        int, typer.Option(min=1, help="Window of the moving average of training rewards, in iterations.")
-    ] = 5,
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Share of each cost axis over which training rewards are averaged; 0: not at all.",
+        ),
+    ] = 0.1,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Train nothing and only write the report again.")
     ] = False,
 ) -> None:
     """Train methods over seeds, and compare them at equal cost.
 
-    The report compares at equal iterations, equal forwards and equal time, with error bars. It also shows
-    when one method reaches the best value of another. OUT/index.html is the page to read, compare.md and
-    compare.csv contain the numbers, and runs/ contains ordinary run folders. Settings of an arm override
-    those of all arms.
+    The report begins with a verdict by evaluations at equal cost, paired by seed, with 95 % intervals. It
+    compares at equal iterations, equal forwards and equal time, and shows when one method reaches the best
+    value of another. OUT/index.html is the page to read, compare.md and compare.csv contain the numbers, and
+    runs/ contains ordinary run folders. Settings of an arm override those of all arms.
 
     Finished runs are not trained again. After Ctrl-C (exit code 130) or a failed run (exit code 1; the others
     continue), run the same command to continue.
@@ -82,7 +86,7 @@ def compare(
         seed_list,
         run or (),
         jobs=jobs,
-        window=smooth,
+        smoothing=smooth,
         report_only=report_only,
         command=shlex.join(["g2rpo", *sys.argv[1:]]),
         say=lambda text: print(text, flush=True),
@@ -97,6 +101,7 @@ def compare(
         for name, table in done.values.items():
             rows += [(name, "", "", ""), *(("  " + row[0], *row[2:5]) for row in table.rows)]
         print_table(("metric, arm", "final", "best", "final\n− first arm"), rows)
+        print(done.verdict)
     for title, reason in done.failed.items():
         print(f"failed: {title}: {reason}")
     if done.values:

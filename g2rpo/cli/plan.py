@@ -39,7 +39,7 @@ def plan(
 ) -> None:
     """Show the time, memory and disk that a run needs.
 
-    No weights are loaded, except with --measure.
+    No weights are loaded, except with --measure. A prompt file that the recipe names may be absent.
 
     \b
     Examples:
@@ -56,13 +56,13 @@ def plan(
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     given, changes = recipe_and_overrides(recipe, overrides)
-    settings = load_settings(given, changes)
+    settings = load_settings(given, changes, prompts_may_be_absent=True)
     sys.path.append(os.getcwd())  # as in `train`: a reward of one's own says what it needs
     from g2rpo.costs.estimate import plan_here
     from g2rpo.costs.table import table_rows, verdict_lines
-    from g2rpo.training.run_prompts import RunPrompts
+    from g2rpo.training.run_prompts import planned_texts
 
-    prompts = RunPrompts.of(settings)
+    num_texts, prompt_notes = planned_texts(settings)
     costs = plan_here(
         settings,
         num_processes=processes,
@@ -70,11 +70,11 @@ def plan(
         measured=measure,
         gpu=gpu,
         memory_gb=memory,
-        num_texts=len(prompts.texts),
+        num_texts=num_texts,
     )
     for line in verdict_lines(costs):
         print(line)
     print_table(("", "item", "value"), [row for row in table_rows(costs) if row[0] != "note"])
-    for note in (*settings_notes(given, settings), *prompts.notes, *costs.notes):
+    for note in (*settings_notes(given, settings), *prompt_notes, *costs.notes):
         if note not in (costs.fit or ()):
             print(f"note: {note}")

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.comparison.arms import Arm, check_names, read_runs
-from g2rpo.comparison.curves import AXES, cost, curves_of
+from g2rpo.comparison.curves import AXES, SMOOTHED, cost, curves_of
 from g2rpo.comparison.launcher import Job, train_side_by_side
 from g2rpo.comparison.page import write_curves, write_page
 from g2rpo.comparison.tables import (
     Compared,
     MeasuredRun,
+    MetricTables,
     Table,
     reach_table,
     run_table,
@@ -30,6 +31,7 @@ from g2rpo.comparison.tables import (
     write_csv,
     write_markdown,
 )
+from g2rpo.comparison.verdict import difference_table, verdict
 from g2rpo.config.identity import evaluation_identity, identity
 from g2rpo.config.load import Settings, read_settings
 from g2rpo.evaluation.monitor import is_evaluation
@@ -39,6 +41,8 @@ from g2rpo.runtime.records import DamagedFile, read_record, write_record
 from g2rpo.runtime.secrets import masked
 
 RECORD = "compare.json"
+SMOOTHING = 0.1
+"""Share of an axis over which training rewards are averaged."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,14 @@ class Comparison:
         failed: title of each failed run -> reason.
         interrupted: a signal stopped the training.
         values: metric -> its table of values.
+        verdict: which arm is best by evaluations, in a sentence.
     """
 
     out: Path
     failed: dict[str, str]
     interrupted: bool
     values: dict[str, Table] = field(default_factory=dict)
+    verdict: str = ""
 
 
 def compare(
@@ -65,7 +71,7 @@ def compare(
     runs: Sequence[str] = (),
     *,
     jobs: int = 1,
-    window: int = 5,
+    smoothing: float = SMOOTHING,
     report_only: bool = False,
     command: str = "",
     say: Callable[[str], None] = print,
@@ -77,7 +83,7 @@ def compare(
         arms, seeds: what to train.
         runs: `NAME=FOLDER` of existing runs.
         jobs: number of runs that are trained at the same time.
-        window: of the trailing mean over training rewards, in iterations.
+        smoothing: width of the window of training rewards, as a share of the axis's length, in [0, 1).
         report_only: train nothing; without arms and runs, report on those of an earlier call.
         command: the command line, for the report.
         say: as in `train_side_by_side`.
@@ -86,6 +92,7 @@ def compare(
         ValueError: invalid settings, or folders of other runs, before anything is trained; or no run has
             metrics to report on.
     """
+    _check_share(smoothing)
     if arms and not seeds:
         raise ValueError("no seeds: give --seeds, such as --seeds 0,1,2")
     existing = read_runs(runs)
@@ -129,14 +136,22 @@ def compare(
             return Comparison(out, failed, True)
     settings_of = {arm.name: settings for arm, _, settings in reversed(planned)}
     try:
-        compared = measured(folders, settings_of, window, commands, failed)
+        compared = measured(folders, settings_of, smoothing, commands, failed)
     except NothingMeasured:
         if failed:  # the reasons of the failures are more informative
             return Comparison(out, failed, False)
         raise
     if text := warning(compared):
         say(f"note: {text}")
-    return Comparison(out, failed, False, report(out, compared))
+    return Comparison(out, failed, False, report(out, compared), verdict(compared))
+
+
+def _check_share(smoothing: float) -> None:
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"--smooth {smoothing:g} is not a share of the cost axis: give a number from 0 (not smoothed) to "
+            "below 1, such as 0.1"
+        )
 
 
 class NothingMeasured(ValueError):
@@ -190,7 +205,7 @@ def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
 def measured(
     folders: Mapping[str, Mapping[int, Path]],
     planned: Mapping[str, Settings],
-    window: int,
+    smoothing: float,
     commands: Sequence[str] = (),
     failed: Mapping[str, str] | None = None,
 ) -> Compared:
@@ -199,7 +214,7 @@ def measured(
     Args:
         folders: arm -> seed -> run folder.
         planned: arm -> its settings, for arms without a run yet.
-        window: of the trailing mean over training rewards, in iterations.
+        smoothing: as in `compare`.
         commands: for the report.
         failed: title of each failed run -> reason.
 
@@ -223,7 +238,7 @@ def measured(
         for seed, path in seeds.items():
             reason = (failed or {}).get(f"{name}, seed {seed}")
             arms[name][seed] = _run(path, there.get(seed), reason)
-    compared = Compared(arms, settings, window, list(commands))
+    compared = Compared(arms, settings, smoothing, list(commands))
     if not compared.metrics():
         runs = ", ".join(str(path) for seeds in folders.values() for path in seeds.values())
         raise NothingMeasured(f"nothing was measured yet in {runs}; train first")
@@ -269,13 +284,20 @@ def report(out: Path, compared: Compared) -> dict[str, Table]:
     Returns:
         Metric -> its table of values.
     """
-    metrics = compared.metrics()
-    values = [value_table(compared, metric) for metric in metrics]
-    reached = [reach_table(compared, metric) for metric in metrics] if len(compared.arms) > 1 else []
+    several = len(compared.arms) > 1
+    tables = {
+        metric: MetricTables(
+            difference_table(compared, metric) if several and not metric.startswith(SMOOTHED) else None,
+            value_table(compared, metric),
+            reach_table(compared, metric) if several else None,
+        )
+        for metric in compared.metrics()
+    }
     differ = settings_table(compared)
     others = [*([differ] if differ else []), run_table(compared)]
+    sentence = verdict(compared)
     write_csv(out / "compare.csv", compared)
     write_curves(out, compared)
-    write_markdown(out / "compare.md", compared, [*values, *reached, *others])
-    write_page(out / "index.html", compared, values, reached, others)
-    return dict(zip(metrics, values, strict=True))
+    write_markdown(out / "compare.md", compared, sentence, tables, others)
+    write_page(out / "index.html", compared, sentence, tables, others)
+    return {metric: found.values for metric, found in tables.items()}

@@ -17,6 +17,8 @@ import numpy as np
 from g2rpo.evaluation.stats import mean_and_error
 
 AXES = ("step", "nfe", "compute", "seconds")
+COST = "compute"
+"""The axis of equal cost, where one number per arm is wanted."""
 COMPARED = ("reward/", "eval/", "eval_gain/")
 SMOOTHED = (
     "reward/"  # prompts change with every iteration; evaluations have fixed prompts and are not smoothed
@@ -122,11 +124,23 @@ def cost(line: Mapping[str, Any], axis: str) -> float:
     return float(line["nfe"]) + float(line["nfe_update"])
 
 
-def smoothed(curve: Curve, window: int) -> Curve:
-    """Returns trailing means of `window` points, from the first full window on (of fewer: their mean)."""
-    window = min(window, len(curve.y))
-    x = {axis: values[window - 1 :] for axis, values in curve.x.items()}
-    return Curve(x, np.convolve(curve.y, np.full(window, 1 / window), mode="valid"))
+def smoothed(curve: Curve, axis: str, width: float) -> Curve:
+    """Returns trailing means over a window of fixed width on an axis, so that equal costs are averaged.
+
+    The point at x is the mean of those in (x - width, x]. The first one is where the whole window is on the
+    axis, which begins at 0; a curve that ends before has one point, the mean of all.
+
+    Args:
+        width: in units of the axis; below the distance of two points, nothing is averaged.
+    """
+    x = curve.x[axis]
+    rounding = 1e-9 * float(x[-1])
+    starts = np.minimum(np.searchsorted(x, x - width + rounding, side="right"), np.arange(len(x)))
+    kept = np.flatnonzero(x >= width - rounding)
+    if not len(kept):
+        kept, starts = np.array([len(x) - 1]), np.zeros(len(x), dtype=int)
+    means = np.array([curve.y[starts[i] : i + 1].mean() for i in kept])
+    return Curve({name: values[kept] for name, values in curve.x.items()}, means)
 
 
 def stat(values: Sequence[float]) -> Stat:

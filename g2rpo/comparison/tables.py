@@ -12,6 +12,7 @@ from typing import Any
 
 from g2rpo.comparison.curves import (
     AXES,
+    COST,
     SMOOTHED,
     Curve,
     Reach,
@@ -29,7 +30,10 @@ from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.progress import format_seconds
 
 ALL_PAIRS = 4  # up to this number of arms, all pairs are compared; of more, each with the first
+MANY_ARMS = 8  # up to this number of arms, each is a column of the table of settings
 NOTHING = "–"
+KINDS = ("eval", "eval_gain", "reward")
+"""Kinds of metrics, in the order of the report: what methods are compared by comes first."""
 UNITS = {"step": "iterations", "nfe": "forwards", "compute": "forwards + update"}
 
 
@@ -59,33 +63,38 @@ class Compared:
     Attributes:
         arms: name -> seed -> run; differences are to the first arm.
         settings: arm -> its settings.
-        window: of the trailing mean over training rewards, in points.
+        smoothing: width of the window of training rewards, as a share of an axis's length.
         commands: that made the comparison and its runs.
     """
 
     arms: Mapping[str, Mapping[int, MeasuredRun]]
     settings: Mapping[str, Mapping[str, Any]]
-    window: int
+    smoothing: float
     commands: Sequence[str]
 
     def metrics(self) -> list[str]:
-        """Names of all measured metrics: training rewards, then evaluations, then gains in evaluation."""
+        """Names of all measured metrics: evaluations, then gains in evaluation, then training rewards."""
         names = dict.fromkeys(n for runs in self.arms.values() for run in runs.values() for n in run.curves)
-        return sorted(names, key=lambda name: ("reward/", "eval/", "eval_gain/").index(f"{_kind(name)}/"))
+        return sorted(names, key=lambda name: KINDS.index(_kind(name)))
 
-    def curves(self, metric: str) -> dict[str, dict[int, Curve]]:
-        """Arm -> seed -> curve of a metric, smoothed for training rewards; arms without it are left out."""
+    def curves(self, metric: str, axis: str = COST) -> dict[str, dict[int, Curve]]:
+        """Arm -> seed -> curve of a metric; arms without it are left out.
+
+        Training rewards are smoothed over the same width of `axis` for all runs: `smoothing` times the axis's
+        length, which is the largest cost of a run.
+        """
         measured = {
-            arm: {
-                seed: smoothed(run.curves[metric], self.window)
-                if metric.startswith(SMOOTHED)
-                else run.curves[metric]
-                for seed, run in runs.items()
-                if metric in run.curves
-            }
+            arm: {seed: run.curves[metric] for seed, run in runs.items() if metric in run.curves}
             for arm, runs in self.arms.items()
         }
-        return {arm: curves for arm, curves in measured.items() if curves}
+        measured = {arm: curves for arm, curves in measured.items() if curves}
+        if not metric.startswith(SMOOTHED):
+            return measured
+        length = max(float(curve.x[axis][-1]) for curves in measured.values() for curve in curves.values())
+        return {
+            arm: {seed: smoothed(curve, axis, self.smoothing * length) for seed, curve in curves.items()}
+            for arm, curves in measured.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,10 @@ def value_table(compared: Compared, metric: str) -> Table:
         final = {seed: float(curve.y[-1]) for seed, curve in runs.items()}
         best = [float(curve.y.max()) for curve in runs.values()]
         reference = {seed: float(curve.y[-1]) for seed, curve in curves.get(first, {}).items()}
-        equal = [stat([curve.at(axis, ends[axis]) for curve in runs.values()]) for axis in AXES]
+        equal = [
+            stat([curve.at(axis, ends[axis]) for curve in compared.curves(metric, axis)[arm].values()])
+            for axis in AXES
+        ]
         difference = NOTHING if arm == first else format_stat(paired(final, reference), "+")
         cells = [format_stat(stat(list(final.values()))), format_stat(stat(best)), difference]
         cells += map(format_stat, equal)
@@ -160,14 +172,18 @@ def _position(axis: str, value: float) -> str:
     return amount(axis, value) if axis == "seconds" else f"{value:,.0f}"
 
 
+def _where(axis: str, value: float) -> str:
+    return f"iteration {value:,.0f}" if axis == "step" else amount(axis, value)
+
+
 def _reached(axis: str, result: Reach) -> str:
-    own = _position(axis, result.own[axis])
     if result.own["step"] == 0:
         return "its best is its start"
     if result.reached is None:
-        return f"never (itself: {own})"
+        return f"not reached (own best {result.best:.4f} at {_where(axis, result.own[axis])})"
     share = result.share(axis)
-    return f"{_position(axis, result.reached[axis])} of {own}" + ("" if share is None else f" ({share:.2f}×)")
+    cost = f"{_position(axis, result.reached[axis])} of {_position(axis, result.own[axis])}"
+    return cost + ("" if share is None else f" ({share:.2f}×)")
 
 
 def reach_table(compared: Compared, metric: str) -> Table:
@@ -182,7 +198,7 @@ def reach_table(compared: Compared, metric: str) -> Table:
         else:
             rows.append([b, a, f"{result.best:.4f}", *(_reached(axis, result) for axis in AXES)])
     columns = [f"in {UNITS.get(axis, 'time')}" for axis in AXES]
-    heads = ["the best of", "is reached by", "best", *columns]
+    heads = ["arm", "is reached by", "own best", *columns]
     return Table(f"{title_of(metric)}: who reaches whose best", heads, rows)
 
 
@@ -201,7 +217,8 @@ def run_table(compared: Compared) -> Table:
 def settings_table(compared: Compared) -> Table | None:
     """Makes the table of settings in which the arms differ; None if there are none.
 
-    A dash marks an option that an algorithm does not have.
+    Each setting is a row, or of more than `MANY_ARMS` arms a column. A dash marks an option that an algorithm
+    does not have.
     """
     arms = list(compared.settings.values())
     names = dict.fromkeys(key for arm in arms for key in arm)
@@ -211,7 +228,11 @@ def settings_table(compared: Compared) -> Table | None:
     rows = [
         [key, *(NOTHING if arm.get(key) is None else toml_value(arm[key]) for arm in arms)] for key in keys
     ]
-    return Table("Settings that differ", ["setting", *compared.settings], rows)
+    heads = ["setting", *compared.settings]
+    if len(arms) > MANY_ARMS:
+        heads, *rows = map(list, zip(heads, *rows, strict=True))
+        heads[0] = "arm"
+    return Table("Settings that differ", heads, rows)
 
 
 def warning(compared: Compared) -> str:
@@ -222,11 +243,7 @@ def warning(compared: Compared) -> str:
         sentences.append(
             f"{count} of {len(states)} runs are not finished (see Runs); numbers are of the metrics so far."
         )
-    evaluated = [
-        arm for arm in compared.settings.values() if arm.get("eval_every") and arm.get("eval_prompts")
-    ]
-    differ = [key for key in EVALUATION_KEYS if len({str(arm[key]) for arm in evaluated}) > 1]
-    if differ:
+    if differ := differing_evaluations(compared):
         sentences.append(
             f"Arms were evaluated in different ways ({', '.join(differ)}; see Settings that differ): their "
             "evaluations cannot be compared."
@@ -234,23 +251,43 @@ def warning(compared: Compared) -> str:
     return " ".join(sentences)
 
 
+def differing_evaluations(compared: Compared) -> list[str]:
+    """Names the settings of evaluations in which the arms that were evaluated differ."""
+    evaluated = [
+        arm for arm in compared.settings.values() if arm.get("eval_every") and arm.get("eval_prompts")
+    ]
+    return [key for key in EVALUATION_KEYS if len({str(arm[key]) for arm in evaluated}) > 1]
+
+
+TRAINING_REWARDS = (
+    "Do not compare methods by training rewards. A training reward averages all images of an iteration, and "
+    "these begin in noisy states that each method chooses: the more a method explores, the lower it is. "
+    "G²RPO, whose images come from noise at many steps and from coarse tails, looks worst here, whatever its "
+    "final images are. Use these numbers to compare seeds and settings of one method, and to see whether a "
+    "run was healthy."
+)
+"""Why training rewards come after evaluations."""
+
+
 def how_to_read(compared: Compared) -> list[str]:
     """Explains how the numbers are computed, one paragraph per item."""
+    first = next(iter(compared.arms))
     return [
-        "± is one standard error over seeds. Final: the last value of a run; best: its highest. Training "
-        f"rewards are trailing means of {compared.window} iterations (each has other prompts), from the "
-        "first full window on; where a run's lines were merged, of as many lines. Evaluations are not "
-        "smoothed. Higher values count as better.",
-        f"Differences to {next(iter(compared.arms))} are paired by seed. Equal cost: every run at the "
-        "largest number of iterations, forwards or seconds that all runs with this metric reached, "
-        "interpolated linearly. Forwards are those of the rollout; with the update, a training row counts as "
-        "three more (a backward is counted as two), and further passes over it as one each.",
-        "A training reward is the mean over all images of an iteration, including those of noisy paths and "
-        "coarse tails. Use it to compare seeds and settings of one method; between methods compare "
-        "evaluations.",
+        "± is one standard error over seeds. Final: the last value of a run; best: its highest. Evaluations "
+        "are not smoothed. Training rewards, each of which has other prompts, are trailing means over "
+        f"{compared.smoothing:.0%} of the axis, for all arms the same width, from the first full window on; "
+        "the final and best ones over that share of forwards + update. Higher values count as better.",
+        f"Differences to {first} are paired by seed. Their 95 % interval is Student's over seeds; a "
+        "difference is called higher or lower if the interval does not contain 0. With several arms and "
+        "metrics some such results are chance. Equal cost: every run at the largest number of iterations, "
+        "forwards or seconds that all runs with this metric reached, interpolated linearly. Forwards are "
+        "those of the rollout; with the update, a training row counts as three more (a backward is counted "
+        "as two), and further passes over it as one each.",
         "Who reaches whose best: on the mean over seeds, at every iteration, interpolated linearly between "
-        "evaluations. “20 of 80 (0.25×)”: A first reaches B's highest value after 20, B itself after 80. "
-        "Costs are the seeds' means up to that iteration, in the curves too.",
+        "evaluations. “20 of 80 (0.25×)”: the second arm first reaches the own best of the first after 20, "
+        "the first itself after 80. “Not reached (own best 0.7 at iteration 80)”: the first has 0.7 at "
+        "iteration 80, and the second never. Costs are the seeds' means up to that iteration, in the curves "
+        "too.",
         "Time can be compared only if the runs had the same machine to themselves in the same way.",
     ]
 
@@ -259,20 +296,61 @@ def _cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def write_markdown(path: Path, compared: Compared, tables: Sequence[Table]) -> None:
-    """Writes compare.md: the explanations, the tables and the commands."""
-    parts = ["# " + " · ".join(map(_cell, compared.arms)), warning(compared), *how_to_read(compared)]
-    parts = [*filter(None, parts), "![curves](curves.png)"]
-    for table in tables:
-        lines = [table.heads, ["---"] * len(table.heads), *table.rows]
-        parts += [
-            f"## {_cell(table.title)}",
-            "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines),
-        ]
-        parts += [table.note] if table.note else []
+@dataclass(frozen=True)
+class MetricTables:
+    """Tables of one metric.
+
+    Attributes:
+        differences: at equal cost, with intervals; None for training rewards and for a single arm.
+        values: final, best, and at equal cost on each axis.
+        reached: who reaches whose best; None for a single arm.
+    """
+
+    differences: Table | None
+    values: Table
+    reached: Table | None
+
+    def all(self) -> list[Table]:
+        """The tables that there are, in order."""
+        return [table for table in (self.differences, self.values, self.reached) if table is not None]
+
+
+def write_markdown(
+    path: Path,
+    compared: Compared,
+    verdict: str,
+    tables: Mapping[str, MetricTables],
+    others: Sequence[Table],
+) -> None:
+    """Writes compare.md: verdict, evaluations, training rewards, other tables, explanations, commands.
+
+    Args:
+        tables: metric -> its tables.
+        others: further tables.
+    """
+    parts = ["# " + " · ".join(map(_cell, compared.arms)), f"**{_cell(verdict)}**", warning(compared)]
+    groups = {
+        "Evaluations": [name for name in tables if not name.startswith(SMOOTHED)],
+        "Training rewards": [name for name in tables if name.startswith(SMOOTHED)],
+    }
+    notes = {"Evaluations": "![curves](curves.png)", "Training rewards": TRAINING_REWARDS}
+    for title, metrics in groups.items():
+        if metrics:
+            parts += [f"## {title}", notes[title]]
+            parts += [
+                text for name in metrics for table in tables[name].all() for text in _markdown(table, 3)
+            ]
+    parts += [text for table in others for text in _markdown(table, 2)]
     fence = "~~~~"
+    parts += ["## How to read this", *how_to_read(compared)]
     parts += ["## Commands", "\n".join([fence, *compared.commands, fence])]
-    write_atomic(path, "\n\n".join(parts) + "\n")
+    write_atomic(path, "\n\n".join(filter(None, parts)) + "\n")
+
+
+def _markdown(table: Table, level: int) -> list[str]:
+    lines = [table.heads, ["---"] * len(table.heads), *table.rows]
+    rows = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return [f"{'#' * level} {_cell(table.title)}", rows, *([table.note] if table.note else [])]
 
 
 def write_csv(path: Path, compared: Compared) -> None:

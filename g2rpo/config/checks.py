@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g2rpo.data.prompt_records import bad_character
-from g2rpo.data.prompts import check_source
+from g2rpo.data.prompts import check_source, is_absent
 from g2rpo.models.loading.damage import file_note
 
 PATHS = ("model", "weights", "prompts", "eval_prompts", "out", "cache")
@@ -133,8 +133,11 @@ def check_length(settings: Settings) -> None:
         raise ValueError(f"stop_after={settings.stop_after} lies beyond iterations={settings.iterations}")
 
 
-def check_files(settings: Settings) -> None:
+def check_files(settings: Settings, may_be_absent: Collection[str] = ()) -> None:
     """Prompts and weights must exist, and the run folder and the cache must be writable.
+
+    Args:
+        may_be_absent: those of the settings `prompts` and `eval_prompts` whose file need not exist.
 
     Raises:
         ValueError: an odd group of antithetic noise, no such prompt source or weight file, or a folder that
@@ -142,7 +145,7 @@ def check_files(settings: Settings) -> None:
     """
     check_noise(settings)
     for key, source in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts)):
-        if source is None:
+        if source is None or (key in may_be_absent and is_absent(source)):
             continue
         try:
             check_source(source)

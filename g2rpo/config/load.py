@@ -34,6 +34,7 @@ def load_settings(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     check_files: bool = True,
+    prompts_may_be_absent: bool = False,
 ) -> Settings:
     """Loads the settings of a recipe and applies overrides.
 
@@ -41,6 +42,8 @@ def load_settings(
         recipe: path, or name of a shipped recipe; None = the recipe of the embedded model.
         overrides: `key=value` strings, or a mapping.
         check_files: also check that prompt files exist and the run folder can be written.
+        prompts_may_be_absent: prompt files that the recipe names need not exist, as for `plan`; those of the
+            overrides must.
 
     Returns:
         Validated settings.
@@ -59,7 +62,8 @@ def load_settings(
             checks.check_noise(settings)
         except ValueError as error:
             raise ValueError(f"{name}{' with overrides' if given else ''}: {error}") from error
-        checks.check_files(settings)
+        absent = {"prompts", "eval_prompts"} - given.keys() if prompts_may_be_absent else ()
+        checks.check_files(settings, absent)
     return settings
 
 

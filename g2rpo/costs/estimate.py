@@ -11,7 +11,7 @@ from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.disk import disk_problem
 from g2rpo.costs.memory import agreed_rollout_batch, run_plans, shape_of_run, update_rows
 from g2rpo.costs.speeds import TABLE, Speeds, measure_speeds, rates_of, tabulated_speeds
-from g2rpo.data.prompts import read_prompts
+from g2rpo.data.prompts import as_prompts, is_absent, read_prompts
 from g2rpo.models.registry import load_policy
 from g2rpo.rewards.registry import check_reward_options, load_rewards
 from g2rpo.runtime.processes import resolve_device
@@ -37,7 +37,8 @@ def plan_here(
         memory_gb: memory of a device in GB; None = that of this machine's GPU.
         num_texts: number of distinct texts that the run encodes (`RunPrompts.texts`); None = an upper bound.
 
-    As in training, there are no more evaluation prompts than the source has.
+    As in training, there are no more evaluation prompts than the source has. A prompt file that is absent is
+    assumed to have as many different prompts as the run needs.
 
     Raises:
         ValueError: a GPU that is not in the table, or an error of `plan_costs`.
@@ -69,7 +70,7 @@ def plan_here(
         speeds=speeds,
         gpu=name,
         memory_bytes=memory_bytes,
-        num_prompts=len(read_prompts(settings.prompts)[0]),
+        num_prompts=None if is_absent(settings.prompts) else len(read_prompts(settings.prompts)[0]),
         num_texts=num_texts,
     )
     if problem := disk_problem(settings):
@@ -84,7 +85,7 @@ def plan_here(
 
 def with_available_prompts(settings: Settings) -> Settings:
     """The settings with no more evaluation prompts than their source has."""
-    if settings.eval_prompts is None:
+    if settings.eval_prompts is None or is_absent(settings.eval_prompts):
         return settings
     available = len(read_prompts(settings.eval_prompts)[0])
     return settings.model_copy(update={"num_eval_prompts": min(settings.num_eval_prompts, available)})
@@ -97,4 +98,6 @@ def _measured(settings: Settings) -> Speeds:
     policy = load_policy(
         settings.model, settings.policy_options(), device=settings.device, family=settings.family
     )
-    return measure_speeds(policy, settings, batch, rewards, read_prompts(settings.prompts)[0][0])
+    absent = is_absent(settings.prompts)
+    prompts = as_prompts(["a cat on a chair"]) if absent else read_prompts(settings.prompts)[0]
+    return measure_speeds(policy, settings, batch, rewards, prompts[0])

@@ -96,6 +96,17 @@ def check_source(source: str) -> None:
         )
 
 
+def is_absent(source: str) -> bool:
+    """Whether a source is the name of a prompt file that does not exist here."""
+    path = Path(source).expanduser()
+    if source.startswith("world:") or path.suffix.lower() not in SUFFIXES:
+        return False
+    try:
+        return not path.exists()
+    except OSError:  # such as a name that is too long: `check_source` says it
+        return False
+
+
 def read_prompts(source: str | Path) -> tuple[list[Prompt], ReadReport]:
     """Reads the prompts of a file or of the embedded world, each text once.
 

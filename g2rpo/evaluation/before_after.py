@@ -18,7 +18,8 @@ from torch import Tensor
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.monitor import Evaluator, ImageSet
 from g2rpo.evaluation.stats import mean_and_error
-from g2rpo.inference.images import comparison, from_pil, to_pil
+from g2rpo.inference.figures import Section, pair_columns, pairs, tiled
+from g2rpo.inference.images import from_pil, to_pil
 from g2rpo.runtime.files import atomic_path, write_atomic
 from g2rpo.runtime.processes import barrier, rank
 from g2rpo.runtime.records import DamagedFile, read_record, write_record
@@ -149,13 +150,16 @@ class Comparison:
     def _unseen(self) -> list[str]:
         return [prompt for images in self.sets if images.title == UNSEEN for prompt in images.prompts]
 
-    def draw_after(self, evaluator: Evaluator, out: Path, trained: Sequence[str]) -> list[Change]:
+    def draw_after(
+        self, evaluator: Evaluator, out: Path, trained: Sequence[str], subject: str = "the model"
+    ) -> list[Change]:
         """Samples and scores the same images by the trained policy, and returns the changes.
 
         Writes OUT/comparison.md and OUT/before_after.png, and the images and scores into OUT/comparison.
 
         Args:
             trained: names of the rewards that were trained on.
+            subject: what was trained and how, for the heading of the figure.
         """
         record = read_record(out / RECORD)
         changes, before, after, all_scores = [], [], [], []
@@ -173,7 +177,10 @@ class Comparison:
             _save_images(out, "after", number, images)
         write_record(out / AFTER, {"trained": list(trained), "scores": all_scores})
         write_atomic(out / "comparison.md", markdown(changes))
-        write_before_after(out / "before_after.png", self.sets, before, after)
+        heading = (
+            f"{subject} · left before, right after training, equal seeds · {self.num_steps} denoising steps"
+        )
+        write_before_after(out / "before_after.png", self.sets, before, after, heading)
         return changes
 
 
@@ -269,19 +276,26 @@ def write_before_after(
     sets: Sequence[ImageSet],
     before: Sequence[Tensor],
     after: Sequence[Tensor],
-    rows: int = 4,
+    heading: str = "",
+    rows: int = 2,
 ) -> None:
-    """Writes pairs of the same prompt and seed: `rows` images of each set, spread over its prompts.
+    """Writes a wide figure of pairs with the same prompt and seed, caption and seed under each.
+
+    The pairs of a set are spread evenly over its prompts, not chosen by score.
 
     Args:
         before, after: images [N, 3, H, W] in [0, 1] of each set.
+        heading: what was trained and how.
+        rows: rows of pairs, which the sets share; each has at least one.
     """
-    chosen_before, chosen_after, captions = [], [], []
+    columns = pair_columns(*before[0].shape[-2:])
+    wanted = columns * max(1, rows // len(sets))
+    sections = []
     for image_set, old, new in zip(sets, before, after, strict=True):
-        indices = torch.linspace(0, len(old) - 1, min(rows, len(old))).round().long().tolist()
-        chosen_before += [old[i] for i in indices]
-        chosen_after += [new[i] for i in indices]
-        captions += [f"{image_set.prompts[i]} [{image_set.title}]" for i in indices]
-    pairs = comparison(torch.stack(chosen_before), torch.stack(chosen_after), captions, ("before", "after"))
+        indices = torch.linspace(0, len(old) - 1, min(wanted, len(old))).round().long().tolist()
+        captions = [image_set.prompts[i] for i in indices]
+        notes = [f"seed {image_set.seeds[i]}" for i in indices]
+        tiles = pairs(old[indices], new[indices], captions, ("before", "after"), notes=notes)
+        sections.append(Section(image_set.title.capitalize(), tiles))
     with atomic_path(path) as temporary:
-        pairs.save(temporary)
+        tiled(sections, columns, heading).save(temporary)

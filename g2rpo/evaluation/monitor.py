@@ -24,7 +24,8 @@ from g2rpo.evaluation.guard_values import GuardValues
 from g2rpo.evaluation.image_statistics import image_statistics
 from g2rpo.evaluation.reward_drift import score_first_images
 from g2rpo.evaluation.stats import mean_and_error
-from g2rpo.inference.images import grid, save_png
+from g2rpo.inference.figures import grid
+from g2rpo.inference.images import save_png
 from g2rpo.inference.sample import sample_images
 from g2rpo.models.policy import Policy
 from g2rpo.rewards.base import Reward
@@ -302,12 +303,14 @@ class EvaluationPlan:
     Attributes:
         evaluated, shown: the sets of the evaluation and of the grid; None: no evaluation, no grid.
         eval_every, sample_every: iterations from one to the next; 0: at the start and the end only.
+        subject: what is trained, for the headings of figures.
     """
 
     evaluated: ImageSet | None
     shown: ImageSet | None
     eval_every: int
     sample_every: int
+    subject: str = "the trained model"
 
     @staticmethod
     def of(settings: Settings, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> EvaluationPlan:
@@ -319,6 +322,7 @@ class EvaluationPlan:
             ImageSet.of("own prompts", shown, settings.num_sample_prompts),
             settings.eval_every,
             settings.sample_every,
+            subject_of(settings),
         )
 
     def evaluate_if_due(
@@ -356,7 +360,9 @@ class EvaluationPlan:
             images = evaluator.images(self.shown)
             writer.images("samples", step, torch.cat(list(images), dim=2))
             if rank() == 0:
-                write_grid(folder, self.shown, images, {"step": step, "num_steps": evaluator.num_steps})
+                info = {"step": step, "num_steps": evaluator.num_steps}
+                heading = f"{self.subject} · iteration {step} · {evaluator.num_steps} denoising steps"
+                write_grid(folder, self.shown, images, info, heading)
         return evaluation_due
 
 
@@ -364,14 +370,32 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def subject_of(settings: Settings) -> str:
+    """Names model and algorithm of a run, for the headings of figures."""
+    return f"{settings.model} trained by {settings.algorithm}"
+
+
 def is_evaluation(line: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl holds an evaluation."""
     return any(name.startswith("eval/") for name in line)
 
 
-def write_grid(folder: Path, image_set: ImageSet, images: Tensor, info: Mapping[str, Any]) -> None:
-    """Writes each image with prompt and seed inside, and grid.png last: its presence means that all exist."""
+def write_grid(
+    folder: Path, image_set: ImageSet, images: Tensor, info: Mapping[str, Any], heading: str = ""
+) -> None:
+    """Writes each image with prompt and seed inside, and grid.png last: its presence means that all exist.
+
+    Args:
+        heading: of grid.png.
+    """
     for i, (image, prompt, seed) in enumerate(zip(images, image_set.prompts, image_set.seeds, strict=True)):
         save_png(image, folder / f"{i:04d}.png", prompt, {"seed": seed, **info})
     with atomic_path(folder / "grid.png") as temporary:
-        grid(images, image_set.prompts, min(4, len(images))).save(temporary)
+        sheet = grid(
+            images,
+            image_set.prompts,
+            min(4, len(images)),
+            heading=heading,
+            notes=[f"seed {seed}" for seed in image_set.seeds],
+        )
+        sheet.save(temporary)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from g2rpo.runtime.files import atomic_path
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from g2rpo.runtime.fonts import families
+from g2rpo.runtime.style import LIGHT, make_figure, plain, save_figure, style_axes
 
 
 def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -30,24 +28,6 @@ def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
             panel[label] = ([float(x) for x, _ in points], [float(y) for _, y in points])
     if panels:
         save_curves(panels, path)
-
-
-def make_figure(width: float, height: float) -> Figure:
-    """A matplotlib figure of that size in inches, drawn by Agg.
-
-    pyplot is not used: it keeps global state and may look for a display. MPLBACKEND, which a notebook or a
-    shell may have set to a backend that is not installed here, is hidden while matplotlib is imported.
-    """
-    inherited = os.environ.pop("MPLBACKEND", None)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    finally:
-        if inherited is not None:
-            os.environ["MPLBACKEND"] = inherited
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def save_curves(
@@ -69,18 +49,29 @@ def save_curves(
         raise ValueError("no curves to draw; give at least one panel")
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
+    names = list(dict.fromkeys(name for lines in curves.values() for name in lines))
     figure = make_figure(4.2 * columns, 3.0 * rows)
     for i, (panel, lines) in enumerate(curves.items()):
         axes = figure.add_subplot(rows, columns, i + 1)
         for name, (x, y) in lines.items():
+            colour, stroke = LIGHT.series_style(names.index(name))  # one name, one colour in all panels
             values = np.asarray(y, dtype=float)
             kept = np.isfinite(values)
-            axes.plot(np.asarray(x, dtype=float)[kept], values[kept], marker=".", markersize=3, label=name)
-        axes.set_title(panel, fontsize=10)
-        axes.set_xlabel(x_label, fontsize=8)
-        axes.grid(alpha=0.3)
-        if len(lines) > 1:
-            axes.legend(fontsize=7)
+            axes.plot(
+                np.asarray(x, dtype=float)[kept],
+                values[kept],
+                stroke,
+                color=colour,
+                marker=".",
+                markersize=3,
+                label=plain(name),
+            )
+        style_axes(axes)
+        axes.locator_params(axis="x", nbins=7, integer=True)
+        axes.set_title(plain(panel), fontsize=11, color=LIGHT.text, family=families(panel))
+        axes.set_xlabel(x_label, fontsize=10)
+        if len(names) > 1:
+            axes.legend(prop={"family": families("".join(lines)), "size": 9}, labelcolor=LIGHT.text)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        save_figure(figure, temporary, path.suffix[1:])

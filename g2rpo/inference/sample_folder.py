@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.inference.images import comparison, grid, read_png_text, save_png
+from g2rpo.inference.figures import Section, grid, pair_columns, pairs, tiled
+from g2rpo.inference.images import read_png_text, save_png
 from g2rpo.runtime.files import atomic_path, write_atomic
 from g2rpo.runtime.version import __version__
 
@@ -135,12 +136,30 @@ def write_samples(
         save_png(image, path, prompt, {"seed": seed, **shared})
     columns = request.num_images if request.num_images > 1 else min(4, len(images))
     with atomic_path(out / GRID) as temporary:
-        grid(images, request.texts, columns).save(temporary)
+        sheet = grid(
+            images,
+            request.texts,
+            columns,
+            heading=_heading(shared),
+            notes=[f"seed {seed}" for seed in request.seeds],
+        )
+        sheet.save(temporary)
     content["files"] = {
         name: {**record, "blake2b": _hash(out / name)} for name, record in {**pending, GRID: {}}.items()
     }
     _write_manifest(out, content)
     return [*paths, out / GRID]
+
+
+def _heading(settings: Mapping[str, Any]) -> str:
+    """What all images of a call have in common."""
+    then = settings.get("then")
+    models = [str(settings["model"])] if "model" in settings else []
+    models += [f"then {then}"] if then is not None else []
+    guidance = settings.get("guidance")
+    steps = [f"{settings['num_steps']} denoising steps"]
+    steps += [] if guidance is None else [f"guidance {guidance:g}"]
+    return " · ".join([", ".join(models), ", ".join(steps)] if models else steps)
 
 
 def _write_manifest(out: Path, content: Mapping[str, Any]) -> None:
@@ -183,14 +202,17 @@ def write_comparison(
     after: Tensor,
     titles: tuple[str, str],
 ) -> Path:
-    """Writes `comparison.png`, one row per image with the same prompt and seed by both models."""
+    """Writes `comparison.png`: pairs of images with the same prompt and seed by both models."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     if (manifest := _manifest(out)) is not None:
         manifest["files"][COMPARISON] = {}
         _write_manifest(out, manifest)
+    notes = [f"seed {seed}" for seed in request.seeds]
+    tiles = pairs(before, after, request.texts, titles, notes=notes)
+    heading = f"{titles[0]} (left) and {titles[1]} (right), {request.num_steps} denoising steps, equal seeds"
     with atomic_path(out / COMPARISON) as temporary:
-        comparison(before, after, request.texts, titles).save(temporary)
+        tiled([Section("", tiles)], pair_columns(*before.shape[-2:]), heading).save(temporary)
     if manifest is not None:
         manifest["files"][COMPARISON] = {"blake2b": _hash(out / COMPARISON)}
         _write_manifest(out, manifest)

@@ -198,6 +198,19 @@ class Policy(Protocol):
         return {}
 
     @property
+    def guidance(self) -> float | None:
+        """Scale of the guidance that `velocity` applies; None: the model has none."""
+        return None
+
+    def with_guidance(self, scale: float) -> AbstractContextManager[None]:
+        """Replaces the guidance scale within the block; only a policy whose `guidance` is not None can.
+
+        Args:
+            scale: the scale, >= 0, of the same kind as `guidance`.
+        """
+        raise ValueError(f"{type(self).__name__} has no guidance scale; sample without one")
+
+    @property
     def encoder_identity(self) -> str:
         """Key of the embedding cache: everything that `encode` depends on beside the prompt.
 

@@ -13,6 +13,9 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 30
 COLOURS = 7
 """Number of series colours that the style sheet defines."""
 
+ROUNDING = 1e-3
+"""Relative range of the values of a heat map below which they count as equal."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -37,6 +40,7 @@ def number(value: float, digits: int = 4) -> str:
     if size >= 10_000 or (0 < size < 1e-4):
         text = f"{value:.{digits - 2}e}"
         mantissa, exponent = text.split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
         text = f"{mantissa}e{int(exponent)}"
     else:
         text = f"{value:.{digits}g}"
@@ -126,6 +130,8 @@ def heat_map(
         corner: what rows and columns are.
     """
     low, high = min(values.values()), max(values.values())
+    if high - low <= ROUNDING * max(abs(low), abs(high)):
+        low = high  # the same colour for all: equal values differ by rounding only
     body = []
     for i, row in enumerate(rows):
         cells = []
@@ -139,7 +145,8 @@ def heat_map(
         body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     return Markup(
-        f'<figure class="heat"><figcaption>{escape(title)}</figcaption><div class="wide" tabindex="0">'
+        f'<figure class="heat"><figcaption>{escape(title)}</figcaption>'
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(title)}">'
         f'<table><thead><tr><th scope="col">{escape(corner)}</th>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div></figure>"
     )

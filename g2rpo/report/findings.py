@@ -13,10 +13,10 @@ import numpy as np
 
 from g2rpo.evaluation.stats import interval
 from g2rpo.report.charts import Series, number, signed
-from g2rpo.report.record import Line, PairedSet, RunRecord, Scores
+from g2rpo.report.record import Line, PairedSet, RunRecord
 
-PARTS = ("anchor", "tails", "decode", "reward", "update", "checkpoint")
-"""Parts of an iteration whose seconds are recorded."""
+UNCHANGED = "no measurable change"
+"""Verdict on a difference whose interval contains zero."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Difference:
         """Returns "rose", "fell" or "no measurable change", by the interval."""
         if self.low > 0:
             return "rose"
-        return "fell" if self.high < 0 else "no measurable change"
+        return "fell" if self.high < 0 else UNCHANGED
 
     @property
     def sentence(self) -> str:
         """Returns the difference with its interval as text."""
         measured = f"{signed(self.difference)}, 95 % interval {signed(self.low)} to {signed(self.high)}"
-        if self.verdict == "no measurable change":
+        if self.verdict == UNCHANGED:
             return f"{self.reward} did not change measurably ({measured})"
         return f"{self.reward} {self.verdict} ({measured})"
 
@@ -85,6 +85,42 @@ def differences(pairs: PairedSet, trained: Sequence[str]) -> list[Difference]:
     return found
 
 
+def headline(rows: Sequence[Difference]) -> str:
+    """Returns the verdict in one line: which trained rewards and which held-out metrics rose or fell."""
+    parts = []
+    for kind, trained in (("Trained", True), ("Held out", False)):
+        by_verdict: dict[str, list[str]] = defaultdict(list)
+        for row in rows:
+            if row.trained == trained:
+                by_verdict[row.verdict].append(row.reward)
+        texts = [
+            f"{', '.join(names)} {'did not change measurably' if verdict == UNCHANGED else verdict}"
+            for verdict, names in by_verdict.items()
+        ]
+        parts += [f"{kind}: {'; '.join(texts)}."] if texts else []
+    return " ".join(parts)
+
+
+def unpaired_evaluations(record: RunRecord) -> list[str]:
+    """Sentences on the first and the last evaluation of a run that did not keep the scores of each image."""
+    if len(record.evaluations) < 2:
+        return []
+    first, last = record.evaluations[0], record.evaluations[-1]
+    sentences = []
+    for name in evaluated_names(record):
+        key, error = f"eval/{name}", f"eval_se/{name}"
+        if not all(isinstance(line.get(key), int | float) for line in (first, last)):
+            continue
+        before, after = (
+            number(line[key])
+            + (f" ± {number(line[error], 2)}" if isinstance(line.get(error), int | float) else "")
+            for line in (first, last)
+        )
+        kind = "trained" if name in record.trained else "held out"
+        sentences.append(f"{name} ({kind}): {before} at iteration {first['step']}, {after} at {last['step']}")
+    return sentences
+
+
 def _by_prompt(pairs: PairedSet, name: str) -> list[list[tuple[float, float]]]:
     """The (before, after) scores of each prompt that has any."""
     grouped: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -94,19 +130,42 @@ def _by_prompt(pairs: PairedSet, name: str) -> list[list[tuple[float, float]]]:
     return list(grouped.values())
 
 
-def gains(pairs: PairedSet, weights: Mapping[str, float]) -> Scores:
-    """Computes the gain of each image pair in the trained rewards, [N].
+@dataclass(frozen=True)
+class Gain:
+    """Gain of a prompt in the trained rewards.
+
+    Attributes:
+        prompt: its text.
+        gain: mean over its image pairs, in spreads of the scores before training.
+        pairs: positions of its image pairs in their set, those without scores left out.
+    """
+
+    prompt: str
+    gain: float
+    pairs: tuple[int, ...]
+
+
+def gains(pairs: PairedSet, weights: Mapping[str, float]) -> list[Gain]:
+    """Computes the gain of each prompt in the trained rewards, the largest first.
 
     Each reward's difference is divided by the spread of its scores before training, and the rewards are
-    weighted as in training. A pair without a score is NaN.
+    weighted as in training. Prompts without a scored pair are left out.
     """
+    scored = [name for name in weights if name in pairs.before and name in pairs.after]
+    if not scored:
+        return []
     total = np.zeros(len(pairs.prompts))
-    for name, weight in weights.items():
-        if name not in pairs.before or name not in pairs.after:
-            continue
-        spread = float(np.nanstd(pairs.before[name])) or 1.0
-        total = total + weight * (pairs.after[name] - pairs.before[name]) / spread
-    return total
+    for name in scored:
+        before = pairs.before[name]
+        finite = before[np.isfinite(before)]
+        spread = float(finite.std()) if len(finite) else 0.0
+        total = total + weights[name] * (pairs.after[name] - before) / (spread or 1.0)
+    of_prompt: dict[str, list[int]] = defaultdict(list)
+    for i, prompt in enumerate(pairs.prompts):
+        if math.isfinite(total[i]):
+            of_prompt[prompt].append(i)
+    found = [Gain(prompt, float(total[rows].mean()), tuple(rows)) for prompt, rows in of_prompt.items()]
+    return sorted(found, key=lambda gain: -gain.gain)
 
 
 def reward_series(record: RunRecord, name: str) -> Series:
@@ -186,7 +245,7 @@ def by_noise_step(record: RunRecord, key: str, reward: str = "") -> dict[tuple[i
 
 @dataclass(frozen=True)
 class CostRow:
-    """A row of the cost table: what was measured and what `plan` predicts, as text."""
+    """A row of the cost table: what was measured and what `plan` predicts, as text; "" if it is unknown."""
 
     item: str
     measured: str
@@ -203,38 +262,66 @@ def cost_rows(record: RunRecord, planned: Any | None) -> list[CostRow]:
     if not lines:
         return []
 
-    def median(key: str) -> float:
-        values = [line[key] for line in lines[1:] or lines if isinstance(line.get(key), int | float)]
-        return statistics.median(values) if values else math.nan
+    def values(key: str, of: Sequence[Line]) -> list[float]:
+        return [line[key] for line in of if isinstance(line.get(key), int | float)]
 
-    forwards = statistics.fmean(line["nfe"] for line in lines)
+    def median(key: str) -> float:
+        measured = values(key, lines[1:] or lines)
+        return statistics.median(measured) if measured else math.nan
+
+    def seconds(value: float) -> str:
+        return f"{number(value, 3)} s" if math.isfinite(value) else ""
+
+    update = planned.update_forwards if planned else {}
+    # Of a backward and of recomputed activations, as in `nfe_update`.
+    factors = {"policy": 3 + bool(record.config.get("gradient_checkpointing"))}
+    of_plan = {
+        "nfe": planned.forwards["total"] if planned else None,
+        "nfe_update": sum(factors.get(part, 1) * n for part, n in update.items()) if planned else None,
+    }
+    titles = {
+        "nfe": "forwards of the rollout, per iteration (mean)",
+        "nfe_update": "forwards of the update, a backward counts as two (mean)",
+    }
     rows = [
         CostRow(
-            "forwards per iteration, rollout (mean)",
-            number(forwards),
-            number(planned.forwards["total"]) if planned else "",
+            title,
+            number(statistics.fmean(measured)) if (measured := values(key, lines)) else "",
+            "" if (predicted := of_plan[key]) is None else number(predicted),
         )
+        for key, title in titles.items()
     ]
-    total = median("seconds")
     planned_seconds = dict(planned.seconds) if planned else {}
-    rollout = median("seconds_anchor") + median("seconds_tails")
-    measured = {"rollout": rollout, "decode": median("seconds_decode"), "reward": median("seconds_reward")}
-    measured |= {"update": median("seconds_update")}
-    for part, seconds in measured.items():
-        if math.isfinite(seconds):
-            of_plan = f"{number(planned_seconds[part], 3)} s" if part in planned_seconds else ""
-            rows.append(CostRow(f"{part} (median)", f"{number(seconds, 3)} s", of_plan))
-    of_plan = f"{number(sum(planned_seconds.values()), 3)} s" if planned_seconds else ""
-    rows.append(CostRow("iteration (median)", f"{number(total, 3)} s", of_plan))
+    of_parts = {
+        "rollout": median("seconds_anchor") + median("seconds_tails"),
+        **{part: median(f"seconds_{part}") for part in ("decode", "reward", "update")},
+    }
+    if not math.isfinite(of_parts["rollout"]):  # runs of earlier versions
+        of_parts |= {"rollout": median("seconds_rollout"), "reward": median("seconds_score")}
+    rows += [
+        CostRow(f"{part} (median)", seconds(value), seconds(planned_seconds.get(part, math.nan)))
+        for part, value in of_parts.items()
+        if math.isfinite(value) or part in planned_seconds
+    ]
+    total = sum(planned_seconds.values()) if planned_seconds else math.nan
+    rows.append(CostRow("iteration (median)", seconds(median("seconds")), seconds(total)))
     if math.isfinite(checkpoint := median("seconds_checkpoint")):
-        rows.append(CostRow("checkpoint (median)", f"{number(checkpoint, 3)} s"))
-    if peaks := [line["peak_memory_gb"] for line in lines if line.get("peak_memory_gb")]:
-        of_plan = f"{planned.memory_bytes / 1e9:.1f} GB" if planned else ""
-        rows.append(CostRow("peak memory per device", f"{max(peaks):.1f} GB", of_plan))
-    processes = record.starts[-1]["num_processes"] if record.starts else 1
-    hours = sum(line["seconds"] for line in lines) / 3600 * processes
-    of_plan = ""
-    if planned_seconds:
-        of_plan = number(sum(planned_seconds.values()) * len(lines) / 3600 * processes, 3)
-    rows.append(CostRow("device hours, iterations only", number(hours, 3), of_plan))
+        rows.append(CostRow("checkpoint (median)", seconds(checkpoint)))
+    peaks = [peak for peak in values("peak_memory_gb", lines) if peak > 0]
+    rows.append(
+        CostRow(
+            "peak memory per device",
+            f"{number(max(peaks), 3)} GB" if peaks else "",
+            f"{number(planned.memory_bytes / 1e9, 3)} GB" if planned else "",
+        )
+    )
+    processes = record.num_processes
+    hours = sum(values("seconds", lines)) / 3600 * processes
+    rows.append(
+        CostRow(
+            f"device hours of {len(lines)} iterations",
+            number(hours, 3),
+            number(total * len(lines) / 3600 * processes, 3) if planned_seconds else "",
+        )
+    )
     return rows

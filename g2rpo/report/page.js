@@ -1,4 +1,7 @@
 "use strict";
+addEventListener("beforeprint", () => {
+  for (const part of document.querySelectorAll("details")) part.open = true;
+});
 (() => {
   const data = document.getElementById("slider-data");
   if (!data) return;
@@ -10,6 +13,7 @@
   const show = () => {
     const i = Number(slider.value);
     output.textContent = steps[i];
+    document.body.dataset.iteration = steps[i];
     slider.setAttribute("aria-valuetext", `iteration ${steps[i]}`);
     for (const cell of cells) cell.src = frames[Number(cell.dataset.cell)][i];
   };

@@ -6,14 +6,12 @@ was healthy, what it cost, and how to repeat it. A part whose data were not reco
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
-import numpy as np
 
 from g2rpo.algorithms.registry import is_custom
 from g2rpo.config.load import read_settings
@@ -21,7 +19,7 @@ from g2rpo.costs.costs import Costs, plan_costs
 from g2rpo.costs.memory import shape_of_run
 from g2rpo.costs.speeds import tabulated_speeds
 from g2rpo.inference.images import read_png_text
-from g2rpo.report.charts import heat_map, line_chart, number, signed
+from g2rpo.report.charts import Series, heat_map, line_chart, number, signed
 from g2rpo.report.findings import (
     Difference,
     by_noise_step,
@@ -30,13 +28,19 @@ from g2rpo.report.findings import (
     evaluated_names,
     evaluation_series,
     gains,
+    headline,
     largest_of,
     metric_series,
     reward_series,
+    unpaired_evaluations,
 )
+from g2rpo.report.health import constant_note, is_constant, preflight_rows
 from g2rpo.report.pictures import embedded, fitting_steps
-from g2rpo.report.record import PairedSet, RunRecord, read_run
+from g2rpo.report.record import MALFORMED, PairedSet, RunRecord, read_run
 from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.style import css_variables
+
+T = TypeVar("T")
 
 SLIDER_BYTES, PAIR_BYTES = 8_000_000, 3_500_000
 """Budgets of the images, so that the page stays below 15 MB."""
@@ -60,6 +64,9 @@ HEALTH = (
     ("lr", "Learning rate"),
 )
 """Metrics of the health charts, with their titles."""
+
+BY_METRIC = ("fall_z",)
+"""Signals of the guard that have a value per metric; the others have one per noise step."""
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -94,36 +101,70 @@ def render(record: RunRecord) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    parts = _Parts(list(record.problems))
     planned, no_plan = _planned(record)
-    main, sets = _sets(record)
+    main, sets = parts.of("verdict", lambda: _sets(record), ([], []))
+    charts, constant = parts.of("health", lambda: _health(record), ([], ""))
+    guard, guard_constant = parts.of("guard", lambda: _guard_charts(record), ([], ""))
+    sections = {
+        "pairs": parts.of("pairs of images", lambda: _pairs(record), None),
+        "slider": parts.of("images during training", lambda: _slider(record), None),
+        "reward_charts": parts.of("rewards", lambda: _reward_charts(record), []),
+        "preflight": parts.of("pre-flight", lambda: preflight_rows(record.preflight), []),
+        "heat_maps": parts.of("groups", lambda: _heat_maps(record), []),
+        "gains": parts.of("gains", lambda: _gains(record), None),
+        "cost": parts.of("cost", lambda: cost_rows(record, planned), []),
+        "starts": parts.of("environment", lambda: [_start(line) for line in record.starts], []),
+    }
     return environment.get_template("page").render(
-        style=(here / "page.css").read_text(encoding="utf-8"),
+        style=css_variables() + (here / "page.css").read_text(encoding="utf-8"),
         script=(here / "page.js").read_text(encoding="utf-8"),
         title=record.folder.resolve().name,
         summary=_summary(record),
         state=_state(record),
-        verdict=_verdict(main, sets),
+        headline=headline(main),
+        verdict=_verdict(record, main, sets),
         sets=[(pairs.title, rows) for pairs, rows in sets],
-        pairs=_pairs(record),
-        num_pairs=NUM_PAIRS,
-        slider=_slider(record),
-        reward_charts=_reward_charts(record),
-        health=_health(record),
-        preflight=_flat({k: v for k, v in record.preflight.items() if k not in ("settings", "limits")}),
-        guard=_guard_charts(record),
-        heat_maps=_heat_maps(record),
-        gains=_gains(record),
-        cost=cost_rows(record, planned),
+        health=charts,
+        constant=constant,
+        preflight_values=_flat(
+            {k: v for k, v in record.preflight.items() if k not in ("settings", "limits")}
+        ),
+        preflight_warnings=[_text(text) for text in record.preflight.get("warnings", ())],
+        guard=guard,
+        guard_constant=guard_constant,
+        guard_warnings=[_warning(line) for line in record.warnings if line.get("kind") != "preflight"],
         no_plan=no_plan,
         warnings=[_warning(line) for line in record.warnings],
-        problems=record.problems,
+        problems=parts.problems,
         settings=[(key, _text(value)) for key, value in record.config.items()],
         config_text=record.config_text,
-        starts=[_start(line) for line in record.starts],
         command=_command(record),
         number=number,
         signed=signed,
+        **sections,
     )
+
+
+class _Parts:
+    """Makes the parts of the page; one whose records are damaged or foreign is noted, and the others stay.
+
+    Attributes:
+        problems: what could not be read, for the page.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+
+    def of(self, name: str, make: Callable[[], T], empty: Any) -> T:
+        """Returns what `make` returns, or `empty`, of the same type, if it cannot be made."""
+        try:
+            return make()
+        except MALFORMED as error:
+            reason = str(error) if type(error) is ValueError else f"unexpected content, {error!r}"
+            self.problems.append(f"{name}: {reason}")
+            nothing: T = empty
+            return nothing
 
 
 # ---- the first screen
@@ -147,7 +188,13 @@ def _state(record: RunRecord) -> str:
     total = record.config.get("iterations", "?")
     if record.finished:
         return f"finished after {record.done} iterations"
-    return f"{record.done} of {total} iterations so far: in progress, or interrupted"
+    if record.running:
+        return f"in progress: {record.done} of {total} iterations"
+    if record.running is None:
+        return f"{record.done} of {total} iterations; in progress on another machine, or interrupted"
+    if record.done == total:
+        return f"all {total} iterations; the images after training are not recorded"
+    return f"interrupted: {record.done} of {total} iterations"
 
 
 def _sets(record: RunRecord) -> tuple[list[Difference], list[tuple[PairedSet, list[Difference]]]]:
@@ -158,11 +205,13 @@ def _sets(record: RunRecord) -> tuple[list[Difference], list[tuple[PairedSet, li
     return (sets[-1][1] if sets else []), sets  # unseen prompts come last
 
 
-def _verdict(main: Sequence[Difference], sets: Sequence[tuple[PairedSet, Any]]) -> list[str]:
+def _verdict(
+    record: RunRecord, main: Sequence[Difference], sets: Sequence[tuple[PairedSet, Any]]
+) -> list[str]:
     if not main:
-        return [
-            "No images of the same prompts and seeds were scored before and after, so there is no verdict."
-        ]
+        none = "No images of the same prompts and seeds were scored before and after, so there is no verdict."
+        unpaired = unpaired_evaluations(record)
+        return [none, *(["Means of the evaluations: " + "; ".join(unpaired) + "."] if unpaired else [])]
     trained = [row.sentence for row in main if row.trained]
     held_out = [row.sentence for row in main if not row.trained]
     lines = [f"On {main[0].prompts} prompts ({sets[-1][0].title}), same seeds before and after."]
@@ -172,14 +221,34 @@ def _verdict(main: Sequence[Difference], sets: Sequence[tuple[PairedSet, Any]]) 
     return lines
 
 
-def _pairs(record: RunRecord) -> list[dict[str, Any]]:
-    """Pairs of the last set, spread evenly over its prompts."""
+def _pairs(record: RunRecord) -> dict[str, Any] | None:
+    """Pairs of the last set, spread evenly over its prompts; or of the sample grids, if there is none yet."""
     pairs = next((p for p in reversed(record.sets) if p.before_images and p.after_images), None)
+    after = "after training"
     if pairs is None:
-        return []
+        steps = [step for step, images in record.samples.items() if images]
+        if len(steps) < 2:
+            return None
+        pairs, after = _of_samples(record, steps[0], steps[-1]), f"at iteration {steps[-1]}"
     count = len(pairs.prompts)
-    chosen = sorted({round(i * (count - 1) / max(1, NUM_PAIRS - 1)) for i in range(min(NUM_PAIRS, count))})
-    return _with_images(record, pairs, chosen, PAIR_BYTES // 2)
+    number = min(NUM_PAIRS, count)
+    chosen = sorted({round(i * (count - 1) / max(1, number - 1)) for i in range(number)})
+    return {"rows": _with_images(record, pairs, chosen, PAIR_BYTES // 2), "after": after}
+
+
+def _of_samples(record: RunRecord, first: int, last: int) -> PairedSet:
+    """The sample grids of two iterations as pairs without scores."""
+    before, after = record.samples[first], record.samples[last]
+    texts = [read_png_text(file) for file in after]
+    return PairedSet(
+        "sample grid",
+        tuple(prompt or file.name for (prompt, _), file in zip(texts, after, strict=True)),
+        tuple(info.get("seed", "unknown") for _, info in texts),
+        {},
+        {},
+        before[: len(after)],
+        after[: len(before)],
+    )
 
 
 def _with_images(
@@ -187,7 +256,8 @@ def _with_images(
 ) -> list[dict[str, Any]]:
     images = [file for i in chosen for file in (pairs.before_images[i], pairs.after_images[i])]
     uris, _ = embedded(images, budget)
-    names = sorted(set(pairs.before) & set(pairs.after), key=lambda name: name not in record.trained)
+    both = [name for name in pairs.before if name in pairs.after]
+    names = sorted(both, key=lambda name: name not in record.trained)
     return [
         {
             "prompt": pairs.prompts[i],
@@ -211,12 +281,12 @@ def _slider(record: RunRecord) -> dict[str, Any] | None:
     count = min(len(record.samples[step]) for step in steps)
     steps = fitting_steps(steps, count, SLIDER_BYTES)
     uris, edge = embedded([record.samples[s][i] for s in steps for i in range(count)], SLIDER_BYTES)
-    captions = []
-    for file in record.samples[steps[-1]][:count]:
+    rows: dict[str, list[tuple[int, Any]]] = {}
+    for i, file in enumerate(record.samples[steps[-1]][:count]):
         prompt, info = read_png_text(file)
-        captions.append((prompt or file.name, info.get("seed")))
+        rows.setdefault(prompt or file.name, []).append((i, info.get("seed", "unknown")))
     frames = [[uris[n * count + i] for n in range(len(steps))] for i in range(count)]
-    return {"steps": steps, "frames": frames, "captions": captions, "edge": edge, "all": len(record.samples)}
+    return {"steps": steps, "frames": frames, "rows": rows, "edge": edge, "all": len(record.samples)}
 
 
 def _reward_charts(record: RunRecord) -> list[Any]:
@@ -236,33 +306,36 @@ def _reward_charts(record: RunRecord) -> list[Any]:
     return charts
 
 
-def _health(record: RunRecord) -> list[Any]:
-    charts = []
-    for key, title in HEALTH:
-        series = metric_series(record.iterations, key)
-        if series.points:
-            charts.append(line_chart(title, [series]))
-    deviation = largest_of(record.iterations, "velocity_dev/", "velocity_dev")
-    if deviation.points:
-        charts.append(
-            line_chart("Velocity deviation of update against rollout, largest noise step", [deviation])
-        )
-    return charts
+def _health(record: RunRecord) -> tuple[list[Any], str]:
+    """Charts of the metrics that changed, and a sentence on those that did not."""
+    series = {title: metric_series(record.iterations, key) for key, title in HEALTH}
+    title = "Velocity deviation of update against rollout, largest noise step"
+    series[title] = largest_of(record.iterations, "velocity_dev/", "velocity_dev")
+    return _changing({title: [one] for title, one in series.items() if one.points})
 
 
-def _guard_charts(record: RunRecord) -> list[Any]:
+def _changing(charts: Mapping[str, Sequence[Series]]) -> tuple[list[Any], str]:
+    """Charts with a line that is not constant, and a sentence on the others."""
+    constant = {title: several for title, several in charts.items() if all(map(is_constant, several))}
+    drawn = [line_chart(title, several) for title, several in charts.items() if title not in constant]
+    return drawn, constant_note(constant)
+
+
+def _guard_charts(record: RunRecord) -> tuple[list[Any], str]:
     """One chart per signal; those of several noise steps share one."""
     lines = sorted((*record.iterations, *record.evaluations), key=lambda line: int(line["step"]))
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("guard/"))
     by_signal: dict[str, list[str]] = {}
     for name in names:
         by_signal.setdefault(name.split("/")[1], []).append(name)
-    charts = []
+    charts = {}
     for signal, keys in by_signal.items():
         several = [metric_series(lines, key, key.removeprefix(f"guard/{signal}/")) for key in keys]
-        if any(series.points for series in several):
-            charts.append(line_chart(signal if len(keys) == 1 else f"{signal} by noise step", several))
-    return charts
+        several = [series for series in several if series.points]
+        if several:
+            titles = {len(keys) == 1: signal, signal in BY_METRIC: f"{signal} by metric"}
+            charts[titles.get(True, f"{signal} by noise step")] = several
+    return _changing(charts)
 
 
 def _heat_maps(record: RunRecord) -> list[Any]:
@@ -274,6 +347,9 @@ def _heat_maps(record: RunRecord) -> list[Any]:
         cells = by_noise_step(record, key, reward)
         if cells:
             maps.append(_map(record, title, cells))
+    used = by_noise_step(record, "advantage_abs")
+    if used:
+        maps.append(_map(record, "mean |advantage| that the update used", used, ["all"]))
     correlations = by_noise_step(record, "rank_correlation")
     if correlations:
         maps.append(_map(record, "rank correlation between granularities", correlations, ["all"]))
@@ -298,13 +374,21 @@ def _gains(record: RunRecord) -> dict[str, Any] | None:
     if pairs is None:
         return None
     weights = {name: float(weight) for name, weight in record.config.get("rewards", {}).items()}
-    gain = gains(pairs, weights)
-    order = [int(i) for i in np.argsort(gain) if math.isfinite(gain[i])]
-    if not order:
+    ordered = gains(pairs, weights)
+    if not ordered:
         return None
-    count = min(NUM_GAINS, len(order) // 2 or 1)
-    chosen = {"The largest gains": order[::-1][:count], "The smallest gains": order[:count]}
-    return {title: _with_images(record, pairs, indices, PAIR_BYTES // 4) for title, indices in chosen.items()}
+    count = min(NUM_GAINS, len(ordered) // 2 or 1)
+    result = {}
+    for title, chosen in (
+        ("The largest gains", ordered[:count]),
+        ("The smallest gains", ordered[::-1][:count]),
+    ):
+        rows = _with_images(record, pairs, [gain.pairs[0] for gain in chosen], PAIR_BYTES // 4)
+        result[title] = [
+            row | {"gain": gain.gain, "images": len(gain.pairs)}
+            for row, gain in zip(rows, chosen, strict=True)
+        ]
+    return result
 
 
 # ---- cost and settings
@@ -316,11 +400,17 @@ def _planned(record: RunRecord) -> tuple[Costs | None, str]:
         return None, "a custom algorithm is not imported for a report, so there is no prediction"
     try:
         settings = read_settings(record.folder)
-        processes = record.starts[-1]["num_processes"] if record.starts else 1
+        processes = record.num_processes
         gpu = str(record.starts[-1].get("device", "")) if record.starts else ""
         speeds = tabulated_speeds(settings, shape_of_run(settings), gpu)
-        return plan_costs(settings, num_processes=processes, speeds=speeds), ""
-    except (ValueError, OSError, KeyError) as error:
+        no_times = (
+            ""
+            if speeds
+            else f"g2rpo plan has no times for this model on {gpu or 'an unknown device'}; there, "
+            f"g2rpo plan {record.folder}/config.toml --measure measures them"
+        )
+        return plan_costs(settings, num_processes=processes, speeds=speeds), no_times
+    except (*MALFORMED, OSError) as error:
         return None, f"no prediction: {error}"
 
 
@@ -337,7 +427,7 @@ def _start(line: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _command(record: RunRecord) -> str:
-    processes = record.starts[-1]["num_processes"] if record.starts else 1
+    processes = record.num_processes
     launch = "g2rpo" if processes == 1 else f"torchrun --nproc-per-node {processes} -m g2rpo"
     return f"{launch} train {record.folder}/config.toml out=NEW_FOLDER"
 

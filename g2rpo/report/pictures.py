@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image
@@ -37,7 +39,9 @@ def embedded(files: Sequence[Path], budget: int) -> tuple[list[str], int]:
         if mean * len(files) <= budget:
             edge = candidate
             break
-    return [data_uri(file, edge) for file in files], edge
+    # Pillow decodes, scales and encodes outside the interpreter lock.
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda file: data_uri(file, edge), files)), edge
 
 
 def fitting_steps(steps: Sequence[int], images_per_step: int, budget: int) -> list[int]:
@@ -52,10 +56,17 @@ def fitting_steps(steps: Sequence[int], images_per_step: int, budget: int) -> li
 
 
 def data_uri(file: Path, edge: int) -> str:
-    """Returns an image file as the data URI of a WebP whose longer side has at most `edge` pixels."""
-    with Image.open(file) as image:
-        small = image.convert("RGB")
-        small.thumbnail((edge, edge), Image.Resampling.LANCZOS)
-        buffer = io.BytesIO()
-        small.save(buffer, "WEBP", quality=QUALITY, method=4)
+    """Returns an image file as the data URI of a WebP whose longer side has at most `edge` pixels.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    try:
+        with Image.open(file) as image:
+            small = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # PIL raises SyntaxError for a broken PNG
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    small.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    small.save(buffer, "WEBP", quality=QUALITY, method=4)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from g2rpo.evaluation.before_after import AFTER, RECORD, image_path
 from g2rpo.evaluation.monitor import is_evaluation
 from g2rpo.run.environment import read_starts
 from g2rpo.run.groups import read_groups
+from g2rpo.run.lock import read_holder
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import FINISHED
 from g2rpo.runtime.records import read_record
@@ -29,6 +30,7 @@ STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 Line = dict[str, Any]
 Scores = NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class RunRecord:
         iterations: lines of metrics.jsonl of iterations.
         evaluations: lines of metrics.jsonl of evaluations.
         finished: whether all iterations, and the images after the last one, are complete.
+        running: whether a process of this machine is at work in the folder; None: another machine may be.
         groups: records of groups.jsonl.
         starts: records of environment.jsonl.
         warnings: lines of warnings.jsonl.
@@ -79,6 +82,7 @@ class RunRecord:
     iterations: tuple[Line, ...]
     evaluations: tuple[Line, ...]
     finished: bool
+    running: bool | None = False
     groups: tuple[Line, ...] = ()
     starts: tuple[Line, ...] = ()
     warnings: tuple[Line, ...] = ()
@@ -93,6 +97,12 @@ class RunRecord:
         """Names of the rewards that the run trains on."""
         rewards = self.config.get("rewards", {})
         return list(rewards) if isinstance(rewards, Mapping) else []
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the last start; 1 if it was not recorded."""
+        number = self.starts[-1].get("num_processes") if self.starts else None
+        return number if isinstance(number, int) else 1
 
     @property
     def done(self) -> int:
@@ -125,12 +135,13 @@ def read_run(folder: Path) -> RunRecord:
         iterations=tuple(line for line in metrics if "nfe" in line),
         evaluations=tuple(line for line in metrics if is_evaluation(line)),
         finished=_is_finished(folder, config),
+        running=_is_running(folder),
         groups=tuple(reader.lines("groups.jsonl", lambda: read_groups(folder))),
         starts=tuple(read_starts(folder)),
         warnings=tuple(reader.lines("warnings.jsonl", lambda: read_metrics(folder / "warnings.jsonl"))),
         preflight=reader.json("preflight.json"),
-        sets=_paired_sets(reader),
-        evaluated=_evaluated(reader),
+        sets=reader.part("comparison", _paired_sets, ()),
+        evaluated=reader.part("evaluations", _evaluated, None),
         samples=_samples(folder),
         problems=tuple(reader.problems),
     )
@@ -140,6 +151,16 @@ def _is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
     path = folder / FINISHED
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return text.strip() == str(config.get("iterations"))
+
+
+def _is_running(folder: Path) -> bool | None:
+    holder = read_holder(folder)
+    if holder is None:
+        return False
+    try:
+        return holder.process(folder) is not None if holder.is_here else None
+    except PermissionError:
+        return None
 
 
 class _Reader:
@@ -159,6 +180,14 @@ class _Reader:
             return []
         return lines
 
+    def part(self, name: str, read: Callable[[_Reader], T], empty: T) -> T:
+        """Returns what `read` makes of the folder, or `empty` if its records are not those of g2rpo."""
+        try:
+            return read(self)
+        except MALFORMED as error:
+            self.problems.append(f"{self.folder / name} holds records that g2rpo did not write ({error!r})")
+            return empty
+
     def json(self, name: str | Path) -> Mapping[str, Any]:
         path = self.folder / name
         if not path.is_file():
@@ -168,6 +197,10 @@ class _Reader:
         except ValueError as error:
             self.problems.append(str(error))
             return {}
+
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
+"""What reading records of a foreign format raises, which is valid JSON or TOML with other content."""
 
 
 def _scores(values: Mapping[str, Any]) -> dict[str, Scores]:

@@ -15,13 +15,17 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from g2rpo.config.settings import Settings
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import barrier, gathered, is_first_process, rank
+
+if TYPE_CHECKING:
+    import psutil
 
 LOG = logging.getLogger(__name__)
 
@@ -137,6 +141,60 @@ def begin_run(out: Path, settings: Settings) -> None:
     if rank() == 0:
         write_atomic(out / "config.toml", settings.to_toml())
     barrier()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that a lock file names.
+
+    Attributes:
+        host: name of its machine.
+        pid: its process id there.
+        since: when it took the lock, in ISO format.
+    """
+
+    host: str
+    pid: int
+    since: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the file names this machine."""
+        return self.host == socket.gethostname()
+
+    def process(self, out: Path) -> psutil.Process | None:
+        """Returns the process if it is on this machine and has the run's lock file open, else None.
+
+        A process id alone says little: after a crash another process may have it.
+
+        Raises:
+            PermissionError: the process belongs to another user, so that its files cannot be seen.
+        """
+        import psutil
+
+        if not self.is_here:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            lock = (out / LOCK).stat()
+            for opened in process.open_files():
+                with suppress(OSError):
+                    if os.path.samestat(os.stat(opened.path), lock):
+                        return process
+        except psutil.AccessDenied as error:
+            raise PermissionError(f"process {self.pid} belongs to another user") from error
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            return None
+        return None
+
+
+def read_holder(out: Path) -> Holder | None:
+    """Returns the process that the lock file of a run folder names; None if it names none.
+
+    The lock is not touched, so a run that starts at this moment is not disturbed.
+    """
+    holder = _holder(out / LOCK)
+    return None if holder is None else Holder(**holder)
 
 
 def _this_process() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from g2rpo.config.settings import Settings
-from g2rpo.data.prompts import Prompt, ReadReport, read_prompts
+from g2rpo.data.prompts import Prompt, ReadReport, is_absent, read_prompts
 from g2rpo.data.stream import PromptStream
 from g2rpo.evaluation.before_after import Comparison
 from g2rpo.evaluation.monitor import EvaluationPlan
@@ -90,3 +90,22 @@ class RunPrompts:
         texts += [text for image_set in sets if image_set is not None for text in image_set.prompts]
         texts += [] if self.negative is None else [self.negative]
         return list(dict.fromkeys(texts))
+
+
+def planned_texts(settings: Settings) -> tuple[int | None, list[str]]:
+    """Counts the texts that a planned run will encode, whose prompt files may be absent.
+
+    Returns:
+        The number of distinct texts, None where a file is absent; and notes about the prompts.
+
+    Raises:
+        ValueError: an error of `RunPrompts.of`, except an absent file.
+    """
+    sources = {"prompts": settings.prompts, "eval_prompts": settings.eval_prompts}
+    absent = {key: source for key, source in sources.items() if source and is_absent(source)}
+    if not absent:
+        prompts = RunPrompts.of(settings)
+        return len(prompts.texts), list(prompts.notes)
+    named = " and ".join(f"{key}={source}" for key, source in absent.items())
+    used = settings.iterations * settings.prompts_per_iteration
+    return None, [f"{named} is not here: assumed that all {used:,} prompts of the run differ"]

@@ -30,7 +30,7 @@ from g2rpo.costs.disk import check_disk, export_note
 from g2rpo.costs.memory import agreed_rollout_batch
 from g2rpo.data.embeddings import EmbeddingCache
 from g2rpo.evaluation.before_after import Change
-from g2rpo.evaluation.monitor import Evaluator
+from g2rpo.evaluation.monitor import Evaluator, subject_of
 from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
 from g2rpo.models.policy import Conditioning, Policy, has_adapters, root_module, trained_parameters
@@ -564,4 +564,5 @@ class Trainer:
             return []
         progress.note("drawing the same with the trained model")
         with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
-            return self.comparison.draw_after(self.evaluator, self.out, list(self.settings.rewards))
+            subject = f"{subject_of(self.settings)} for {self.settings.iterations} iterations"
+            return self.comparison.draw_after(self.evaluator, self.out, list(self.settings.rewards), subject)

@@ -43,10 +43,10 @@ def test_a_comparison_may_be_moved(tmp_path, monkeypatch):
     write_run(tmp_path / "one" / "runs" / "a" / "0", lines([1.0, 2.0]))
     write_run(tmp_path / "far", lines([3.0, 4.0]))
     monkeypatch.chdir(tmp_path)
-    found = compare(Path("one"), runs=["a=one/runs/a/0", "b=far"], window=1)
+    found = compare(Path("one"), runs=["a=one/runs/a/0", "b=far"], smoothing=0)
     Path("one").rename("two")
     monkeypatch.chdir("/")
-    assert compare(tmp_path / "two", report_only=True, window=1).values == found.values
+    assert compare(tmp_path / "two", report_only=True, smoothing=0).values == found.values
 
 
 def test_the_terminal_shows_names_whole_in_80_columns(tmp_path, monkeypatch):

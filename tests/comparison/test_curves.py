@@ -43,11 +43,23 @@ def test_a_gain_starts_at_none():
 
 def test_smoothing_starts_with_the_first_whole_window():
     given = curve([1.0, 2.0, 6.0, 4.0])
-    assert smoothed(given, 1).y.tolist() == [1, 2, 6, 4]
-    found = smoothed(given, 3)
+    for width in (0, 1):  # no wider than the distance of two points
+        assert smoothed(given, "step", width).y.tolist() == [1, 2, 6, 4]
+    found = smoothed(given, "step", 3)
     assert found.y.tolist() == pytest.approx([3, 4]) and found.x["step"].tolist() == [3, 4]
-    whole = smoothed(given, 9)
+    assert smoothed(given, "nfe", 30).y.tolist() == found.y.tolist()  # ten forwards per iteration
+    assert smoothed(given, "nfe", 25).x["nfe"].tolist() == [30, 40]
+    whole = smoothed(given, "step", 9)
     assert whole.y.tolist() == pytest.approx([3.25]) and whole.x["nfe"].tolist() == [40]
+
+
+def test_a_window_holds_what_cost_as_much():
+    # Iterations of 1, 1, 1, 3 and 3 seconds: totals 1, 2, 3, 6, 9.
+    given = lines([1.0, 2.0, 3.0, 4.0, 5.0])
+    for line, seconds in zip(given, (1, 1, 1, 3, 3), strict=True):
+        line["seconds"] = seconds
+    found = smoothed(curves_of(given)["reward/r"], "seconds", 3)
+    assert found.x["seconds"].tolist() == [3, 6, 9] and found.y.tolist() == [2, 4, 5]
 
 
 def test_means_errors_and_paired_differences_by_hand():

@@ -18,7 +18,7 @@ def test_curves_are_drawn(tmp_path):
     save_curves(curves, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
-    assert (31, 119, 180) in colours and (255, 127, 14) in colours  # the first two line colours
+    assert {(0, 114, 178), (213, 94, 0)} <= colours  # the first two of the palette
     save_curves(curves, tmp_path / "curves.svg")
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     with pytest.raises(ValueError, match="no curves"):
@@ -35,3 +35,12 @@ def test_an_inherited_backend_does_not_matter(tmp_path, backend):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_a_name_has_one_colour_in_all_panels(tmp_path):
+    # The second panel has the second line only: it is in the second colour there too.
+    save_curves({"a": {"x": ([1], [1]), "y": ([1], [1])}}, tmp_path / "both.svg")
+    save_curves({"a": {"x": ([1], [1])}, "b": {"y": ([1, 2], [1, 2])}}, tmp_path / "apart.svg")
+    both, apart = ((tmp_path / name).read_text() for name in ("both.svg", "apart.svg"))
+    for text in (both, apart):
+        assert "#0072b2" in text and "#d55e00" in text

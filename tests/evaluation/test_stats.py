@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from g2rpo.evaluation.stats import difference_over_prompts, interval, mean_over_prompts, prompt_means
+from g2rpo.evaluation.stats import (
+    difference_over_prompts,
+    interval,
+    mean_over_prompts,
+    prompt_means,
+    student_interval,
+)
 
 NAN = math.nan
 
@@ -74,3 +80,11 @@ def test_intervals_cover_what_they_say():
         covered += low <= true_mean <= high
     # Skewed values, 60 of them: 92 to 93 % are known of this interval. 400 trials are good to ±2.6 % (2 SE).
     assert 0.89 <= covered / 400 <= 0.97
+
+
+def test_student_intervals_of_few_values():
+    # Quantiles of the tables: 12.706 for 1 degree of freedom, 4.303 for 2, 2.042 for 30, 2.0003 for 60.
+    for n, quantile in ((2, 12.706), (3, 4.303), (31, 2.042), (61, 2.0003), (10_001, 1.9602)):
+        low, high = student_interval(1.0, 0.5, n)
+        assert high - 1.0 == pytest.approx(0.5 * quantile, abs=1e-3) and low == pytest.approx(2.0 - high)
+    assert all(math.isnan(edge) for edge in student_interval(1.0, math.nan, 1))

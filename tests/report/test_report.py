@@ -2,7 +2,11 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +16,24 @@ from typer.testing import CliRunner
 
 from g2rpo.cli.app import app
 from g2rpo.inference.images import save_png, to_pil
-from g2rpo.report.charts import Series, line_chart, number, signed
-from g2rpo.report.findings import by_noise_step, differences
+from g2rpo.report.charts import Series, heat_map, line_chart, number, signed
+from g2rpo.report.findings import Gain, by_noise_step, cost_rows, differences, gains
+from g2rpo.report.health import preflight_rows
 from g2rpo.report.page import render, write_report
 from g2rpo.report.pictures import fitting_steps
-from g2rpo.report.record import read_run
+from g2rpo.report.record import PairedSet, read_run
 
 HOSTILE = '<img src=x onerror=alert(1)> </script> "quoted" & more'
 STEPS = (0, 5, 10)
+HOLD = """
+import sys
+from pathlib import Path
+from g2rpo.run.lock import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.readline()
+"""
+"""A process that holds the lock of a run folder."""
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +130,18 @@ def test_the_verdict_is_of_paired_prompts(run, page):
     assert signed(rows["tiny_clip"].difference) == "+0.275"
 
 
+def test_the_verdict_in_one_line(page):
+    assert '<p class="headline">Trained: tiny_clip rose. Held out: verifier fell.</p>' in page
+    assert '<tr data-reward="verifier">' in page
+
+
 def test_the_slider_has_every_image_of_every_recorded_iteration(page):
     data = json.loads(re.search(r'id="slider-data">(.*?)</script>', page, re.S)[1])
     assert data["steps"] == list(STEPS)
     assert [len(frames) for frames in data["frames"]] == [3, 3]
     assert len({uri for frames in data["frames"] for uri in frames}) == 6
     assert page.count("data-cell=") == 2
+    assert page.count('<p class="prompt">') == 1  # both images are of one prompt
 
 
 def test_figures_of_the_groups(run, page):
@@ -144,7 +164,7 @@ def test_gains_are_ordered(page):
 def test_a_new_run_an_interrupted_one_and_one_of_an_earlier_version(tmp_path):
     started = write_run(tmp_path / "started", [], iterations=5)
     page = render(read_run(started))
-    assert "0 of 5 iterations so far" in page and page.count("No iteration is complete yet") == 3
+    assert "interrupted: 0 of 5 iterations" in page and page.count("No iteration is complete yet") == 3
     old = write_run(tmp_path / "old", lines([0.1, 0.2]), iterations=5)
     page = render(read_run(old))
     for missing in (
@@ -154,6 +174,7 @@ def test_a_new_run_an_interrupted_one_and_one_of_an_earlier_version(tmp_path):
         "environment was not",
     ):
         assert missing in page
+    assert "interrupted: 2 of 5 iterations" in page
     (old / "groups.jsonl").write_text("not json\n")
     assert "groups.jsonl, line 1" in render(read_run(old))
 
@@ -190,6 +211,128 @@ def test_no_run_folder(tmp_path, make, message):
 def test_a_folder_for_the_file_must_exist(run, tmp_path):
     with pytest.raises(ValueError, match="create it, or give another --out"):
         write_report(run, tmp_path / "no" / "file.html")
+
+
+def test_gains_are_of_prompts_not_of_images():
+    pairs = PairedSet(
+        "unseen",
+        ("a", "b", "a", "b", "c"),
+        (1, 2, 3, 4, 5),
+        {"r": np.array([0.0, 1.0, 0.0, 1.0, np.nan])},  # spread 0.5
+        {"r": np.array([1.0, 1.0, 0.0, 0.5, 1.0])},
+    )
+    # a: (1 + 0) / 2 / 0.5, b: (0 - 0.5) / 2 / 0.5; c has no score
+    assert gains(pairs, {"r": 1.0}) == [Gain("a", 1.0, (0, 2)), Gain("b", -0.5, (1, 3))]
+    assert gains(pairs, {"other": 1.0}) == []
+
+
+def test_a_run_at_work_a_stopped_one_and_one_of_another_machine(tmp_path):
+    folder = write_run(tmp_path / "run", lines([0.1, 0.2]), iterations=5)
+    begun = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with begun as process:
+        assert process.stdout.readline() == "locked\n"
+        assert "in progress: 2 of 5 iterations" in render(read_run(folder))
+        lock = (folder / ".lock").read_text()
+        process.communicate("\n")
+    assert "interrupted: 2 of 5 iterations" in render(read_run(folder))
+    (folder / ".lock").write_text(lock)  # as after kill -9
+    assert "interrupted: 2 of 5 iterations" in render(read_run(folder))
+    (folder / ".lock").write_text(json.dumps(json.loads(lock) | {"host": "elsewhere"}))
+    assert "2 of 5 iterations; in progress on another machine, or interrupted" in render(read_run(folder))
+
+
+def test_before_and_after_come_from_the_sample_grids_of_a_run_in_progress(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(folder / "comparison")
+    page = render(read_run(folder))
+    assert "right at iteration 10, with the same seeds" in page and page.count('<figure class="pair">') == 2
+
+
+def test_evaluations_without_single_scores_are_no_verdict(tmp_path):
+    folder = write_run(tmp_path / "run", lines([0.1, 0.2], evals=[(0, 0.5), (2, 0.75)]))
+    assert "Means of the evaluations: e (held out): 0.5 ± 0.1 at iteration 0, 0.75 ± 0.1 at 2." in render(
+        read_run(folder)
+    )
+
+
+FOREIGN = {
+    "comparison/before.json": '{"sets": [{"title": 1}]}',
+    "comparison/after.json": '{"scores": 3}',
+    "evaluations/step_000000.json": '{"prompts": 1, "seeds": 2, "num_steps": 3}',
+    "groups.jsonl": '{"step": 1, "reward": 7, "reward_std": "x"}\n',
+    "preflight.json": '{"rewards": 5, "limits": [], "warnings": [3]}',
+    "samples/step_000005/0001.png": "no image",
+    "warnings.jsonl": '{"step": 3, "message": {"a": [1]}}\n',
+    "environment.jsonl": '{"step": 0, "packages": 4}\n',
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_damaged_or_foreign_record_costs_its_part_only(run, tmp_path, name):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(FOREIGN[name])
+    page = render(read_run(folder))
+    assert "finished after 10 iterations" in page and 'id="settings"' in page and "<h2" in page
+    if name not in ("warnings.jsonl", "evaluations/step_000000.json"):
+        assert '<p class="problem">' in page.split('id="training"')[0]
+
+
+def test_the_checks_before_the_first_update():
+    record = {
+        "ratio_noise": 2e-7,
+        "clip_range": 1e-4,
+        "num_groups": 4,
+        "flat_group_share": 0.25,
+        "rewards": {"r": {"mean": 0.5, "spread": 0.1, "noise_over_spread": 0.2}},
+        "memory_gb": {"device": "cpu", "total": 24.0, "headroom": 12.0},
+        "limits": {
+            "ratio_noise": 0.001,
+            "clip_range_over_noise": 2.0,
+            "flat_group_share": 0.5,
+            "noise_over_spread": 0.5,
+            "headroom_share": 0.05,
+        },
+    }
+    assert preflight_rows(record) == [
+        (
+            "|ratio \N{MINUS SIGN} 1| of update against rollout, before any update",
+            "2e\N{MINUS SIGN}7",
+            "at most 0.001",
+        ),
+        ("clip range", "0.0001", "at least 4e\N{MINUS SIGN}7"),
+        ("groups without reward spread, share of 4", "0.25", "at most 0.5"),
+        ("r", "mean 0.5, spread within a group 0.1", ""),
+        ("r: noise of scoring again, over its spread", "0.2", "at most 0.5"),
+        ("memory left on cpu", "12 of 24 GB", "at least 5 %"),
+    ]
+    assert preflight_rows({}) == []
+
+
+def test_costs_are_compared_with_the_plan(run):
+    record = read_run(run)
+    planned = SimpleNamespace(
+        forwards={"total": 8.0},
+        update_forwards={"policy": 8.0, "snapshot": 0.0, "reference": 8.0},
+        seconds={"rollout": 1.0, "update": 2.0},
+        memory_bytes=2e9,
+    )
+    rows = {row.item: (row.measured, row.planned) for row in cost_rows(record, planned)}
+    assert rows["forwards of the rollout, per iteration (mean)"] == ("10", "8")
+    # a policy forward with its backward is 3; a reference forward is 1
+    assert rows["forwards of the update, a backward counts as two (mean)"] == ("30", "32")
+    assert rows["rollout (median)"] == ("1.5 s", "1 s") and rows["update (median)"] == ("", "2 s")
+    assert rows["iteration (median)"] == ("2 s", "3 s")
+    assert rows["peak memory per device"] == ("", "2 GB")
+    assert rows["device hours of 10 iterations"] == ("0.00556", "0.00833")  # 20 s and 30 s
+
+
+def test_equal_cells_of_a_heat_map_have_one_colour():
+    cells = {(0, 0): 0.866025, (0, 1): 0.866020}
+    shares = re.findall(r"--heat-share:(\d+)%", heat_map("spread", ["0"], ["a", "b"], cells, "k"))
+    assert len(shares) == 2 and len(set(shares)) == 1
 
 
 def test_numbers():

@@ -69,6 +69,11 @@ class FluxPolicy(TransformerPolicy):
         direct = self.vae.post_quant_conv is None
         self._decoder = CompiledDecoder(self.vae.decoder) if compiled and direct else None
 
+    @property
+    def guidance_option(self) -> str | None:
+        """Distilled models take the guidance scale as an input."""
+        return super().guidance_option or ("guidance" if self.module.config.guidance_embeds else None)
+
     def _forward(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         text, guided = cond.tensors["text"], self.module.config.guidance_embeds
         out: Tensor = self.module(

@@ -8,9 +8,10 @@ Differences from the diffusers pipelines:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -185,6 +186,41 @@ class TransformerPolicy(Policy):
     def conditions(self) -> dict[str, Any]:
         """Options that, beside the weights, determine the images that this model generates."""
         return self.options.conditions()
+
+    @property
+    def guidance_option(self) -> str | None:
+        """Name of the option that holds the guidance scale; None: the model has no guidance."""
+        return "true_cfg" if self.options.true_cfg != 1 else None
+
+    @property
+    def guidance(self) -> float | None:
+        """Scale of the guidance that `velocity` applies; None: the model has none."""
+        name = self.guidance_option
+        return None if name is None else float(getattr(self.options, name))
+
+    @contextmanager
+    def with_guidance(self, scale: float) -> Iterator[None]:
+        """Replaces the guidance scale within the block.
+
+        Args:
+            scale: the scale, >= 0. With classifier-free guidance 1 leaves out the negative prompt.
+
+        Raises:
+            ValueError: the model has no guidance, or the scale is not a number >= 0.
+        """
+        name = self.guidance_option
+        if name is None:
+            raise ValueError(f"{self.files.name} has no guidance scale; sample without one")
+        if not 0 <= scale < math.inf:
+            raise ValueError(f"guidance={scale}: give a number >= 0")
+        before, changes = self.options, dict[str, Any]({name: float(scale)})
+        if changes.get("true_cfg") == 1:
+            changes["negative_prompt"] = None  # options refuse one that has no effect
+        self.options = replace(before, **changes)
+        try:
+            yield
+        finally:
+            self.options = before
 
     @property
     def encoder_identity(self) -> str:
