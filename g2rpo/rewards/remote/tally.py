@@ -46,7 +46,7 @@ class Tally:
                     "not printed",
                     self.reward,
                     failure.reason,
-                    f" ({_short(masked(failure.example))})" if failure.example else "",
+                    f" ({_short(printable(masked(failure.example)))})" if failure.example else "",
                 )
             self.counts[failure.reason] += 1
         if not failures:

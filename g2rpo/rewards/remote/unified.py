@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.base import Metadata, RewardSpec
-from g2rpo.rewards.remote.options import integer
+from g2rpo.rewards.remote.options import boolean, integer
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failure, Tally
 from g2rpo.rewards.remote.wire import base64_image, eight_bits
