@@ -135,7 +135,7 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
                 f"{recipe}: [{OPTIONS}.{algorithm}] holds {unknown[0]!r}, which is no option of it"
                 f"{_belongs(unknown[0], f'{OPTIONS}.{algorithm}', known)}; its options are {', '.join(known)}"
             )
-    if requested not in tables:
+    if requested is None or requested not in tables:
         return kept
     options = algorithm_defaults(requested)
     shared = {key: v for key, v in kept.items() if key not in PRESET_OPTIONS or key in options}

@@ -408,8 +408,8 @@ def _finite(images: Tensor, model: str) -> Tensor:
     if wrong:
         raise ValueError(
             f"{model}: {wrong} of {len(images)} images are not finite (NaN or infinity in the pixels), and "
-            "were not written: its weights are damaged, adapters are far too strong, or the precision is too low. "
-            "`g2rpo doctor --verify` checks weights"
+            "were not written: its weights are damaged, adapters are far too strong, or the "
+            "precision is too low. `g2rpo doctor --verify` checks weights"
         )
     return images
 

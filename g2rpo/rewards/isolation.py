@@ -26,7 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import overrides
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from g2rpo.runtime.random import foreign_stream
@@ -109,8 +111,10 @@ def _timers() -> list[tuple[float, float]]:
 
 
 def _set_timers(values: list[tuple[float, float]]) -> None:
-    for timer, value in zip(TIMERS, values, strict=True):
-        signal.setitimer(timer, *value)
+    for timer, (seconds, period) in zip(TIMERS, values, strict=True):
+        now, period_now = signal.getitimer(timer)
+        if not (0 < now <= seconds and period_now == period):  # one that only runs on is left alone
+            signal.setitimer(timer, seconds, period)
 
 
 def _set_blocked(signals: set[int]) -> None:
@@ -250,17 +254,20 @@ def _same_file(one: int, other: int) -> bool:
 @contextmanager
 def _modes() -> Iterator[None]:
     """Ends the modes of torch that the block opens and leaves open, such as `torch.device("meta")`."""
-    before = {id(mode) for mode in _open_modes()}
+    functions, device = _get_current_function_mode_stack(), _device.CURRENT_DEVICE
+    dispatches = {id(mode) for mode in _get_current_dispatch_mode_stack()}
     try:
         yield
     finally:
-        for mode in reversed(_open_modes()):
-            if id(mode) not in before:
+        if (now := _get_current_function_mode_stack()) != functions:
+            for _ in now:  # a device that C++ entered has no __exit__ of its own
+                overrides._pop_mode()
+            for mode in functions:
+                overrides._push_mode(mode)
+        _device.CURRENT_DEVICE = device
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if id(mode) not in dispatches:
                 mode.__exit__(None, None, None)
-
-
-def _open_modes() -> list[Any]:
-    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 @contextmanager

@@ -29,7 +29,10 @@ _REPEATS = re.compile(r"[*+]|\{\d*,")
 _MOST_REPEATS = 3
 """A pattern comes from the file: nested repeats take exponential time, and n of them time like length^n."""
 
-_ADVICE = "alpha must be one finite number from 0 to 1e6, and the metadata's ranks those of the tensors; export again"
+_ADVICE = (
+    "alpha must be one finite number, 0 or above and at most 1e6, and the metadata's ranks those of the "
+    "tensors; export the file again"
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from g2rpo.runtime.secrets import masked
+from g2rpo.runtime.text import printable
 
 LOG = logging.getLogger(__name__)
 

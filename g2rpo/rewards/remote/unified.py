@@ -213,7 +213,7 @@ def load(
         raise ValueError(f"reward unified: image_format={image_format!r} must be 'png' or 'jpeg'")
     template, source = _template(prompt_file, names)
     integer("unified", "max_tokens", max_tokens, least=1)
-    if check:
+    if boolean("unified", "check", check):
         _check(pool, model)
     return Unified(pool, model, names, chosen, template, source, image_format, max_tokens)
 
