@@ -114,7 +114,7 @@ def state() -> tuple:
         len(_get_current_function_mode_stack()),
         sys.getprofile(),
         locale.setlocale(locale.LC_ALL),
-        sorted(sys.path),
+        sorted(set(sys.path)),
         os.path.sameopenfile(0, STDIN),
     )
 
