@@ -13,11 +13,11 @@ These files import torch in their methods only, because reading settings must no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from g2rpo.algorithms.options import Count, Positive, options
+from g2rpo.algorithms.options import MAX_STEPS, Positive, options
 from g2rpo.runtime.values import check_numbers
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Algorithm:
     """A method, as the trainer needs it. The fields of a subclass are the options that a recipe may set."""
 
-    num_steps: Count = 16
+    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 16
     """T: denoising steps of a training image. All costs except decoding grow with it."""
     shift: Positive = 3.0
     """Shift s of the sigmas, sigma = s t / (1 + (s - 1) t). 1 = even steps."""

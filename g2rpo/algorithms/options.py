@@ -31,6 +31,10 @@ NotNegative = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
+MAX_STEPS, MAX_IMAGES = 10_000, 100_000
+"""Largest numbers of denoising steps, and of images of one set: a slip of the keyboard ends with a message
+instead of filling the memory."""
+
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence[int])
 

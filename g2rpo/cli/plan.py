@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Annotated
@@ -53,7 +54,7 @@ def plan(
 
     if sum((measure, seconds_per_forward is not None, gpu is not None)) > 1:
         raise ValueError("--measure, --gpu and --seconds-per-forward all set the speed; give one of them")
-    if memory is not None and not memory > 0:
+    if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"--memory {memory:g}: give the memory of a device in GB, above 0")
     given, changes = recipe_and_overrides(recipe, overrides)
     settings = load_settings(given, changes, prompts_may_be_absent=True)

@@ -27,6 +27,7 @@ class Program(typer.Typer):
         if not args and "args" not in kwargs:
             _use_utf8()
         guard_standard_streams(os.environ.pop(_TERMINAL, None))
+        refuse_missing_docstrings()
         find_a_home()
         find_writable_caches()
         refuse_invalid_bytes(sys.argv[1:])
@@ -98,6 +99,17 @@ def _private_folder() -> Path:
     if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
         folder = Path(tempfile.mkdtemp(prefix="g2rpo-home-"))
     return folder
+
+
+def refuse_missing_docstrings() -> None:
+    """Ends the process with a message under `python -OO`, where transformers fails at its own docstrings."""
+    if sys.flags.optimize > 1:
+        print(
+            f"error: Python runs with -OO (PYTHONOPTIMIZE={os.environ.get('PYTHONOPTIMIZE', '')}), which "
+            "removes the docstrings that transformers reads; unset PYTHONOPTIMIZE, or use -O",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def refuse_invalid_bytes(words: list[str]) -> None:

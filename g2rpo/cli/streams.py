@@ -65,6 +65,13 @@ class _Output(io.FileIO):
         return len(data)
 
 
+class _Standard(io.TextIOWrapper):
+    """A standard stream of the command. Code of a reward may close it, which only flushes it."""
+
+    def close(self) -> None:
+        self.flush()
+
+
 def open_standard_descriptors() -> None:
     """Opens /dev/null for each of stdin, stdout and stderr that is closed.
 
@@ -90,7 +97,7 @@ def guarded(stream: TextIO | None, number: int, encoding: str | None = None) -> 
     name = encoding or getattr(stream, "encoding", None) or "utf-8"
     unbuffered = bool(getattr(stream, "write_through", False))
     output: Any = _Output(number, "w", closefd=False)
-    return io.TextIOWrapper(
+    return _Standard(
         output if unbuffered else io.BufferedWriter(output),
         encoding=name,
         errors=ERRORS,

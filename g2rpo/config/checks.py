@@ -14,7 +14,10 @@ from g2rpo.models.loading.damage import file_note
 
 PATHS = ("model", "weights", "prompts", "eval_prompts", "out", "cache")
 """Settings that are, or may be, paths."""
+MAX_TRAINED_PROMPTS = 20_000_000
 MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 3800
+"""Linux allows 4096; the files of a run need the rest."""
 
 if TYPE_CHECKING:
     from g2rpo.config.settings import Settings
@@ -32,6 +35,8 @@ def check_text(name: str, value: str) -> None:
             raise ValueError(f"{error} for {value.split('/')[0]}; give the full path") from error
     if name in PATHS and any(len(part.encode()) > MAX_NAME_BYTES for part in value.split("/")):
         raise ValueError(f"a name in this path is longer than {MAX_NAME_BYTES} bytes; give a shorter one")
+    if name in PATHS and len(value.encode()) > MAX_PATH_BYTES:
+        raise ValueError(f"this path is longer than {MAX_PATH_BYTES} bytes; give a shorter one")
 
 
 def check_rewards(settings: Settings) -> None:
@@ -128,7 +133,12 @@ def check_tails(settings: Settings, objective: Objective) -> None:
 
 
 def check_length(settings: Settings) -> None:
-    """A run cannot stop after its end."""
+    """A run cannot stop after its end, and the list of its prompts fits into the memory."""
+    if (prompts := settings.iterations * settings.prompts_per_iteration) > MAX_TRAINED_PROMPTS:
+        raise ValueError(
+            f"iterations={settings.iterations} x prompts_per_iteration={settings.prompts_per_iteration} are "
+            f"{prompts:,} prompts; a run has at most {MAX_TRAINED_PROMPTS:,}: give a smaller number"
+        )
     if settings.stop_after is not None and settings.stop_after > settings.iterations:
         raise ValueError(f"stop_after={settings.stop_after} lies beyond iterations={settings.iterations}")
 
@@ -161,7 +171,12 @@ def check_files(settings: Settings, may_be_absent: Collection[str] = ()) -> None
         _check_weights(settings.weights)
     for name, text in (("out", settings.out), ("cache", settings.cache)):
         folder = Path(text).expanduser().absolute()
-        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if nearest.is_symlink() and not nearest.exists():
+            raise ValueError(
+                f"{name}={text!r}: {nearest} is a link to {os.readlink(nearest)}, which leads nowhere; "
+                "remove it, make that folder, or name another one"
+            )
         if not nearest.is_dir():
             raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):

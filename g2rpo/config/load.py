@@ -120,6 +120,8 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
     if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
         raise ValueError(f"{recipe}: {OPTIONS} holds tables, such as [{OPTIONS}.NAME] for algorithm=NAME")
     own = kept.get("algorithm", Settings.model_fields["algorithm"].default)
+    if not isinstance(requested, str | None) or not isinstance(own, str):
+        return kept  # refused with all other values of a wrong type
     if own in tables:
         raise ValueError(
             f"{recipe}: [{OPTIONS}.{own}] is for the recipe's own algorithm; write its options above, "
@@ -128,13 +130,16 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
     # Reading a file imports no class of a user that nobody asked for.
     checked = {name: table for name, table in tables.items() if not is_custom(name) or name == requested}
     for algorithm, table in checked.items():
-        known = algorithm_defaults(algorithm)  # raises a ValueError for an unknown one
+        try:
+            known = algorithm_defaults(algorithm)
+        except ValueError as error:
+            raise ValueError(f"{recipe}: [{OPTIONS}.{algorithm}]: {error}") from error
         if unknown := [key for key in table if key not in known]:
             raise ValueError(
                 f"{recipe}: [{OPTIONS}.{algorithm}] holds {unknown[0]!r}, which is no option of it"
                 f"{_belongs(unknown[0], f'{OPTIONS}.{algorithm}', known)}; its options are {', '.join(known)}"
             )
-    if requested not in tables:
+    if requested is None or requested not in tables:
         return kept
     options = algorithm_defaults(requested)
     shared = {key: v for key, v in kept.items() if key not in PRESET_OPTIONS or key in options}

@@ -80,6 +80,8 @@ def parse_recipe(text: str, name: str) -> dict[str, Any]:
         raise ValueError(f"{name}:{line}: {toml_problem(text, line, message)}") from error
     except RecursionError as error:
         raise ValueError(f"{name}: lists or tables are nested too deeply; a recipe is flat") from error
+    except ValueError as error:  # Python converts no number of more than 4300 digits
+        raise ValueError(f"{name}: a number with too many digits; write it as text, in quotes") from error
 
 
 def parse_value(text: str) -> Any:
@@ -94,7 +96,7 @@ def parse_value(text: str) -> Any:
         return None
     try:
         value = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, too many digits, nested too deeply
         if text[:1] in "[{\"'" and text:
             raise ValueError(f"{text!r} starts like a TOML list, table or string but is not one") from None
         return text

@@ -21,6 +21,8 @@ from pydantic import (
 )
 
 from g2rpo.algorithms.options import (
+    MAX_IMAGES,
+    MAX_STEPS,
     Count,
     CountOrOff,
     NotNegative,
@@ -176,18 +178,18 @@ class Settings(BaseModel):
     """Number of evaluation prompts, taken from the start of the source."""
     eval_rewards: list[str] = []
     """Rewards that are evaluated in addition to the trained ones and are not trained."""
-    eval_num_steps: Count = 16
+    eval_num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 16
     """Number of denoising steps of evaluation images and sample grids."""
     sample_every: CountOrOff = 0
     """Iterations between sample grids, which all use the same seeds. 0 = only at the start and the end."""
-    num_sample_prompts: Count = 8
+    num_sample_prompts: Annotated[int, Field(ge=1, le=MAX_IMAGES)] = 8
     """Number of prompts in a sample grid."""
 
     on_warning: Literal["warn", "stop", "rollback"] = "warn"
     """What follows when the guard finds that a reward is exploited or the policy collapses (docs/guard.md).
     warn: go on; stop: end with a checkpoint; rollback: end, and RUN/latest names the best checkpoint."""
 
-    compare_images: CountOrOff = 0
+    compare_images: Annotated[int, Field(ge=0, le=MAX_IMAGES)] = 0
     """Number of images of training prompts, and of unseen prompts, that are made before and after training
     with equal seeds. 0 = no comparison."""
 

@@ -102,8 +102,19 @@ def _hint(row: str) -> str:
         return f"; TOML has no {value}: leave the line out for the default"
     if not value:
         return f"; {key.strip()} has no value"
+    if number := _number(value):
+        return f"; write {key.strip()} = {number}"
+    if set(value) & set("“”„‘’«»"):
+        return f'; text needs straight quotes: {key.strip()} = "{value.strip("“”„‘’«»")}"'
     try:
         tomllib.loads(f'value = "{value}"')
     except tomllib.TOMLDecodeError:
         return ""
     return f'; text needs quotes: {key.strip()} = "{value}"' if re.match(r"[A-Za-z~/._]", value) else ""
+
+
+def _number(value: str) -> str | None:
+    """A number in TOML's notation, of one such as `.5`, `5.` or `1f`, which TOML does not have."""
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?f?", value, re.IGNORECASE):
+        return None
+    return repr(float(value.rstrip("fF")))

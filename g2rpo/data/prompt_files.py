@@ -15,6 +15,7 @@ import io
 import re
 from collections.abc import Iterator
 from itertools import zip_longest
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _decoded(path: Path) -> str:
     for magic, kind in OTHER_FILES:
         if data.startswith(magic):
             raise ValueError(f"{path}, line 1: not a text of prompts: it is {kind}")
-    if re.match(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html\b|\?xml)", data[:200], re.IGNORECASE):
+    if re.match(rb"(\xef\xbb\xbf)?\s*<(!doctype|html\b|\?xml|!--|svg\b|head\b)", data[:200], re.IGNORECASE):
         raise ValueError(
             f"{path}, line 1: a web page or XML, not prompts; download the file itself (does the page "
             "ask for a login?)"
@@ -211,7 +212,9 @@ def _from_parquet(path: Path, notes: list[str]) -> Iterator[Record]:
         for batch in file.iter_batches(columns=columns):
             for record in batch.to_pylist():
                 row += 1
-                yield f"row {row}", record.pop(key), record
+                # pandas stores a missing number as NaN.
+                fields = {n: None if isinstance(v, float) and isnan(v) else v for n, v in record.items()}
+                yield f"row {row}", fields.pop(key), fields
     except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}, after row {row}: a damaged parquet file: {error}") from error
 

@@ -69,8 +69,8 @@ def _json_value(text: str, where: str) -> Any:
     except RecursionError as error:
         line = f", line {_line_too_deep(text)}" if "line" not in where else ""
         raise ValueError(f"{where}{line}: {too_deep()}") from error
-    except ValueError as error:  # a number with more digits than Python converts
-        raise ValueError(f"{where}: not readable as JSON: {error}") from error
+    except ValueError as error:  # Python's message is about a function of Python
+        raise ValueError(f"{where}: a number with too many digits; write it as text, in quotes") from error
 
 
 def json_document(text: str, path: Path) -> Any:
@@ -170,18 +170,28 @@ def _json_list(entries: Sequence[Any], path: Path, of: str, notes: list[str]) ->
 
 def _are_columns(value: Mapping[str, list[Any]], path: Path) -> bool:
     """Whether an object of lists holds columns rather than styles; a single list can be read as either."""
-    named = [key for key in value if key in TEXT_KEYS + PLURALS]
-    if len(value) < 2 or not named:
+    named = [key for key in value if key.strip().lower() in TEXT_KEYS + PLURALS]
+    if len(value) < 2:
         return False
     lengths = {key: len(entries) for key, entries in value.items()}
-    if named[0] in PLURALS or len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{key!r} ({length})" for key, length in lengths.items())
-        raise ValueError(
-            f"{path}: are these columns, or styles with their prompts? {shown}. For columns, name the "
-            "prompts 'prompt' and make all lists equally long; for styles, rename "
-            f"{named[0]!r}; or give a list of objects"
-        )
-    return True
+    equal = len(set(lengths.values())) == 1
+    if named and equal and any(key in TEXT_KEYS for key in named):
+        return True
+    labels = [key for key, entries in value.items() if _are_labels(entries)] if equal else []
+    if not named and not 0 < len(labels) < len(value):
+        return False
+    shown = ", ".join(f"{key!r} ({length})" for key, length in lengths.items())
+    raise ValueError(
+        f"{path}: are these columns, or styles with their prompts? {shown}. For columns, name the "
+        "prompts 'prompt' and make all lists equally long; for styles, "
+        + (f"rename {named[0]!r}" if named else f"{labels[0]!r} needs prompts of more than one word")
+        + "; or give a list of objects"
+    )
+
+
+def _are_labels(entries: Sequence[Any]) -> bool:
+    """Whether these are single words, such as names of splits or files, rather than prompts."""
+    return all(isinstance(entry, str) and len(entry.split()) <= 1 for entry in entries)
 
 
 def _layout(value: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +17,11 @@ Record = tuple[str, Any, dict[str, Any]]
 """Location in the file ("line 3"), text, and the other fields of the record."""
 EMPTY_LINE = object()
 """Replaces the text of an empty line, which is skipped and counted; an empty text in a record is an error."""
-BAD_CHARACTERS = re.compile("[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]")
-"""Control characters other than white space, and halves of a UTF-16 pair: no text has them undamaged."""
+BAD_CHARACTERS = re.compile(
+    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufdd0-\ufdef\ufeff\ufffe\uffff]"
+)
+"""Control characters other than white space, halves of a UTF-16 pair, byte order marks and code points that
+are no characters: no text has them undamaged."""
 
 
 def bad_character(text: str) -> str | None:
@@ -24,11 +29,20 @@ def bad_character(text: str) -> str | None:
     if (match := BAD_CHARACTERS.search(text)) is None:
         return None
     code = ord(match[0])
-    if code >= 0xD800:
+    if code == 0xFEFF:
+        kind = "a byte order mark within the text, as joined files have"
+    elif code >= 0xFDD0:
+        kind = "which is not a character"
+    elif code >= 0xD800:
         kind = "half of a surrogate pair, which is not a character"
     else:
         kind = "NUL" if code == 0 else "a control character"
     return f"U+{code:04X} ({kind}) as character {match.start() + 1}"
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text is visible: white space, and marks such as the zero-width space."""
+    return all(c.isspace() or unicodedata.category(c) == "Cf" for c in text)
 
 
 class RepeatedKey(dict[str, Any]):
@@ -50,6 +64,11 @@ def check_fields(value: Any, where: str) -> None:
         if isinstance(value, str):
             if bad := bad_character(value):
                 raise ValueError(f"{where}{field}: the text contains {bad}; remove it")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(
+                f"{where}{field}: {value} is no number that JSON has, and no server takes it; use null, or "
+                "leave it out"
+            )
         elif isinstance(value, dict | list | tuple):
             if isinstance(value, RepeatedKey):
                 raise ValueError(f"{where}{field}: the key {value.key!r} is given more than once; keep one")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.data.prompt_files import file_records
-from g2rpo.data.prompt_records import EMPTY_LINE, Record, bad_character, check_fields
+from g2rpo.data.prompt_records import EMPTY_LINE, Record, bad_character, check_fields, is_blank
 from g2rpo.runtime.text import did_you_mean, shortened
 
 MAX_CHARACTERS = 2500
@@ -164,7 +164,7 @@ def checked_text(text: Any, where: str) -> str:
     if bad := bad_character(text):
         raise ValueError(f"{where}: the prompt contains {bad}; remove it")
     text = text.strip()
-    if not text:
+    if is_blank(text):
         raise ValueError(f"{where}: empty prompt; a prompt has 1 to {MAX_CHARACTERS} characters")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(

@@ -335,7 +335,7 @@ def sample_model(model: str, request: SampleRequest, out: str | Path | None = No
     policy = request.open(model)
     if request.shift is None:
         request = replace(request, shift=policy.pipeline_shift())
-    images = request.images_by([Segment(lambda: policy, num_steps)])
+    images = _finite(request.images_by([Segment(lambda: policy, num_steps)]), model)
     if out is not None:
         write_samples(out, images, request, {"model": model, **policy.conditions})
     return images
@@ -380,7 +380,7 @@ def sample_to_folder(
         return lambda: request.open(name, conditions)
 
     def sample(folder: Path, segments: list[Segment], info: dict[str, Any]) -> Tensor:
-        images = request.images_by(segments)
+        images = _finite(request.images_by(segments), info["model"])
         *_, grid_file = write_samples(folder, images, request, {**info, **conditions})
         say(f"{len(images)} images by {info['model']}: {folder / '0000.png'} …, together in {grid_file}")
         gc.collect()  # see sample_segments
@@ -400,6 +400,18 @@ def sample_to_folder(
         say(str(write_comparison(out, request, before, after, (compare, title))))
     else:
         remove_comparison(out)
+
+
+def _finite(images: Tensor, model: str) -> Tensor:
+    """Returns the images, of which none has a NaN or infinite pixel; a file would show these as black."""
+    wrong = int((~images.flatten(1).isfinite().all(1)).sum())
+    if wrong:
+        raise ValueError(
+            f"{model}: {wrong} of {len(images)} images are not finite (NaN or infinity in the pixels), and "
+            "were not written: its weights are damaged, adapters are far too strong, or the "
+            "precision is too low. `g2rpo doctor --verify` checks weights"
+        )
+    return images
 
 
 def share_of_first(first_steps: int | None, then: str | None, num_steps: int) -> float:

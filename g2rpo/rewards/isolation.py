@@ -12,18 +12,24 @@ of objects that it can reach, such as a function of torch that it replaces.
 from __future__ import annotations
 
 import gc
+import locale
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch import overrides
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from g2rpo.runtime.random import foreign_stream
 
@@ -31,6 +37,8 @@ Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Reads a setting of the process, and writes what was read."""
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM")]
+
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 def _attribute(owner: Any, name: str) -> Setting:
@@ -101,6 +109,54 @@ def _set_handlers(handlers: list[Any]) -> None:
                 signal.signal(number, handler)
 
 
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(mask)
+    return mask
+
+
+def _timers() -> list[tuple[float, float]]:
+    """Seconds until each timer of the process sends its signal, and its period; (0, 0): it is off."""
+    return [signal.getitimer(timer) for timer in TIMERS]
+
+
+def _set_timers(values: list[tuple[float, float]]) -> None:
+    for timer, (seconds, period) in zip(TIMERS, values, strict=True):
+        now, period_now = signal.getitimer(timer)
+        if not (0 < now <= seconds and period_now == period):  # one that only runs on is left alone
+            signal.setitimer(timer, seconds, period)
+
+
+def _set_blocked(signals: set[int]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+
+def _logs() -> dict[str, tuple[int, bool, bool]]:
+    """Level, `disabled` and `propagate` of g2rpo's loggers and of the root."""
+    loggers = {"": logging.root} | {
+        name: logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "g2rpo"
+    }
+    return {name: (log.level, log.disabled, log.propagate) for name, log in loggers.items()}
+
+
+def _set_logs(values: dict[str, tuple[int, bool, bool]]) -> None:
+    for name, (level, disabled, propagate) in values.items():
+        log = logging.getLogger(name or None)
+        log.setLevel(level)
+        log.disabled, log.propagate = disabled, propagate
+
+
+def _search_path() -> list[str]:
+    return list(sys.path)
+
+
+def _complete_search_path(before: list[str]) -> None:
+    """Puts back what is missing; what was added stays, because the reward may import from it later."""
+    sys.path.extend(entry for entry in before if entry not in sys.path)
+
+
 SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, _set_device),
@@ -132,8 +188,18 @@ SETTINGS: tuple[Setting, ...] = (
     *(_attribute(sys, name) for name in ("stdout", "stderr", "excepthook")),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    (_search_path, _complete_search_path),
+    (sys.gettrace, sys.settrace),
+    (sys.getprofile, sys.setprofile),
     _attribute(logging.root.manager, "disable"),
+    _list(logging.root, "handlers"),
+    (_logs, _set_logs),
     (_handlers, _set_handlers),
+    (_timers, _set_timers),
+    (lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), _set_blocked),
+    (_umask, os.umask),
+    (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    (lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
     (_working_directory, _set_working_directory),
 )
 """Settings of the process that are put back, besides gradient mode, generators and environment."""
@@ -160,13 +226,59 @@ def restored_state(reward: str | None = None) -> Iterator[None]:
         # gradient mode, which is set again on either side.
         with torch.inference_mode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(gradient)
-            with foreign_stream(reward), _own_environment(reward):
+            with _descriptors(), foreign_stream(reward), _own_environment(reward), _modes():
                 yield
     finally:
         for read, write, value in before:
             if read() != value:
                 write(value)
         torch.set_grad_enabled(gradient)
+
+
+@contextmanager
+def _descriptors() -> Iterator[None]:
+    """Puts back the file descriptors 0, 1 and 2 on exit, where code has closed or redirected them.
+
+    The next file that is opened, such as a checkpoint, would take the place of a closed one, and receive what
+    is printed.
+    """
+    copies = {}
+    for number in (0, 1, 2):
+        with suppress(OSError):  # closed by the caller of the process
+            copies[number] = os.dup(number)
+    try:
+        yield
+    finally:
+        for number, copy in copies.items():
+            if not _same_file(number, copy):
+                os.dup2(copy, number)
+            os.close(copy)
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False
+
+
+@contextmanager
+def _modes() -> Iterator[None]:
+    """Ends the modes of torch that the block opens and leaves open, such as `torch.device("meta")`."""
+    functions, device = _get_current_function_mode_stack(), _device.CURRENT_DEVICE
+    dispatches = {id(mode) for mode in _get_current_dispatch_mode_stack()}
+    try:
+        yield
+    finally:
+        if (now := _get_current_function_mode_stack()) != functions:
+            for _ in now:  # a device that C++ entered has no __exit__ of its own
+                overrides._pop_mode()
+            for mode in functions:
+                overrides._push_mode(mode)
+        _device.CURRENT_DEVICE = device
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if id(mode) not in dispatches:
+                mode.__exit__(None, None, None)
 
 
 @contextmanager

@@ -142,12 +142,17 @@ def _read_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     lines = []
     # After the last line break comes nothing, or a line that was incomplete when the run was killed.
     for number, text in enumerate(raw[:-1], start=1):
+        if not text.strip():
+            continue  # an editor may add an empty line
         try:
             line = json.loads(text)
             if not isinstance(line["step"], int):
                 raise TypeError
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a line of metrics: {text[:80]!r}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: not a line of metrics: {text[:80]!r}; remove the line, or put the "
+                "file back from a copy"
+            ) from error
         lines.append((line, text + b"\n"))
     return lines
 

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from g2rpo.runtime.text import shortened
+
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -74,14 +76,47 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
     """Raises DiskFull in place of an error in the block that says that there is no space left.
 
     Args:
-        path: the file that the block writes; None: the one that the error names, else standard output.
+        path: the file that the block writes; None: the block is a command, the file is the one that the error
+            names, else standard output, and other errors of the file system become a ValueError too.
     """
     try:
         yield
     except Exception as error:
-        if (full := disk_full(path, error)) is None or full is error:
+        problem: ValueError | None = disk_full(path, error)
+        if problem is None and path is None:
+            problem = _path_problem(error)
+        if problem is None or problem is error:
             raise
-        raise full from error
+        raise problem from error
+
+
+_PATH_ERRORS = {
+    errno.EACCES: "give this user the permission, or give another path",
+    errno.EPERM: "give this user the permission, or give another path",
+    errno.EROFS: "give a path on a file system that can be written",
+    errno.ENOENT: "check the path, and whether something removed it meanwhile",
+    errno.ENOTDIR: "a part of this path is a file; give another path",
+    errno.EISDIR: "this is a folder; give a file",
+    errno.EEXIST: "it is a file, or a link that leads nowhere; remove it, or give another path",
+    errno.ELOOP: "its links lead back to themselves; give another path",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EIO: "the disk or the network behind it failed; try again, or copy the file elsewhere",
+    errno.ESTALE: "the network file system lost it; try again",
+    errno.ETIMEDOUT: "the disk or the network behind it does not answer; try again",
+    errno.EMFILE: "too many files are open at once; raise the limit (ulimit -n)",
+    errno.ENFILE: "too many files are open on this machine; close other programs",
+}
+"""Errors of the file system that a user can correct -> what to do."""
+
+
+def _path_problem(error: BaseException) -> ValueError | None:
+    """Returns the error to raise if `error` is about a path that a user gave or can repair."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):
+        return ValueError("a path begins with ~ and there is no home folder of that name; give the full path")
+    number, name = getattr(error, "errno", None), getattr(error, "filename", None)
+    if not isinstance(error, OSError) or number not in _PATH_ERRORS or not isinstance(name, str | bytes):
+        return None
+    return ValueError(f"{shortened(os.fsdecode(name), 200)}: {error.strerror}; {_PATH_ERRORS[number]}")
 
 
 def free_bytes(path: Path) -> int:

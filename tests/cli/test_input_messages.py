@@ -1,6 +1,7 @@
 """What the commands say about input files: notes of `plan` and `train`, errors before anything is loaded."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,44 @@ def test_a_damaged_prompt_file_is_refused_before_anything_is_written(in_folder, 
     output = said(command, *words, code=2)
     assert output.startswith("error: p.jsonl, line 2") and "U+D83D" in output
     assert list(Path().iterdir()) == [Path("p.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("~no_such_user_here/x", ["begins with ~", "full path"]),
+        ("y" * 300, ["yyy", "too long", "shorter"]),
+        ("x/" * 3000, ["x/x", "too long", "shorter"]),
+    ],
+    ids=["home", "name", "path"],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "PATH"),
+        ("export", "PATH"),
+        ("sample", "PATH", "--prompt", "a"),
+        ("sample", "tiny", "--prompt", "a", "--out", "PATH"),
+        ("score", "--images", "PATH", "--rewards", "colourfulness"),
+        ("doctor", "--verify", "PATH"),
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_cannot_be_is_one_message(command, path, words):
+    output = said(*(path if word == "PATH" else word for word in command), code=2)
+    assert output.count("error: ") == 1 and all(word in output for word in words), output
+
+
+def test_a_link_that_leads_nowhere_and_a_pipe_are_named(in_folder):
+    (in_folder / "link.safetensors").symlink_to("nowhere")
+    os.mkfifo(in_folder / "pipe.safetensors")
+    for name, words in (("link", "a link to nowhere, which leads nowhere"), ("pipe", "a pipe or a device")):
+        output = said("sample", f"{name}.safetensors", "--base", "tiny", "--prompt", "a", code=2)
+        assert f"{name}.safetensors" in output and words in output, output
+
+
+def test_an_infinite_memory_is_refused():
+    assert "error: --memory inf: give the memory" in said("plan", "tiny", "--memory", "inf", code=2)
 
 
 def test_prompts_that_an_encoder_truncates_are_counted(in_folder):

@@ -204,6 +204,28 @@ def test_bytes_that_are_no_text_are_one_message(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_missing_docstrings_are_one_message():
+    """transformers reads its own, and fails where `python -OO` has removed them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "g2rpo", "plan", "tiny"],
+        env={**quiet(), "PYTHONPATH": str(ROOT), "PYTHONOPTIMIZE": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: Python runs with -OO (PYTHONOPTIMIZE=2)")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_standard_stream_that_a_reward_closes_stays_open(tmp_path):
+    with open(tmp_path / "out", "w") as file:
+        stream = guarded(file, file.fileno())
+        stream.write("before ")
+        stream.close()
+        stream.write("after")
+        stream.flush()
+    assert (tmp_path / "out").read_text() == "before after"
+
+
 def closed_and_homeless(words, cwd, files) -> None:
     """`g2rpo WORDS` of a user without name and home, with stdin closed, and stdout if it has no file."""
     os.close(0)

@@ -29,6 +29,18 @@ RECIPES = {
     "lr: 1e-5\nseed = 3\n": ["r.toml:1", "write key = value"],
     "lr =\n": ["r.toml:1", "lr has no value"],
     "a = " + "[" * 5000 + "]" * 5000: ["nested too deeply"],
+    "seed = " + "9" * 5000: ["r.toml", "too many digits"],
+    "lr = .5\n": ["r.toml:1", "write lr = 0.5"],
+    "lr = 1.\n": ["r.toml:1", "write lr = 1.0"],
+    "lr = 1e-5f\n": ["r.toml:1", "write lr = 1e-05"],
+    "model = “tiny”\n": ["r.toml:1", 'straight quotes: model = "tiny"'],
+    'algorithm = ["g2rpo"]\n': ["algorithm = ['g2rpo']", "string"],
+    "[options.grpo]\neta = 1.0\n": ["[options.grpo]", "unknown algorithm 'grpo'", "did you mean 'g2rpo'"],
+    "iterations = 100000000000\n": ["iterations=100000000000", "400,000,000,000 prompts", "20,000,000"],
+    "compare_images = 1000000000\n": ["compare_images", "100000"],
+    "num_sample_prompts = 1000000000\n": ["num_sample_prompts", "100000"],
+    "num_steps = 1000000000000\n": ["num_steps", "10000"],
+    f'out = "{"x/" * 3000}"\n': ["out = ", "longer than 3800 bytes"],
     "iterations = true\n": ["iterations = True", "true is not a number"],
     "lr = false\n": ["lr = False", "false is not a number"],
     "eta = true\n": ["eta = True", "true is not a number"],
@@ -80,6 +92,19 @@ def test_a_mistake_in_a_recipe(tmp_path, text):
     assert ("r.toml" in message or "no prompt file" in message) and not [
         part for part in said if part not in message
     ], message
+
+
+@pytest.mark.parametrize("override", ["lr=" + "9" * 5000, "x=" + "[" * 5000, "rewards.hps=1e999"])
+def test_values_that_python_cannot_read_are_one_message(override):
+    with pytest.raises(ValueError, match=f"override.*{override[0]}"):
+        load_settings("tiny", [override])
+
+
+@pytest.mark.parametrize("key", ["out", "cache"])
+def test_a_link_that_leads_nowhere_is_refused_before_anything_is_loaded(tmp_path, key):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "deep")
+    with pytest.raises(ValueError, match=f"{key}=.*link.*leads nowhere"):
+        load_settings("tiny", {"out": str(tmp_path / "run"), key: str(tmp_path / "link" / "run")})
 
 
 @pytest.mark.parametrize(

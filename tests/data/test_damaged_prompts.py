@@ -29,7 +29,7 @@ REFUSED = {
         '{"prompt": "a"}\n{"prompt": "b", "m": ' + '{"a":' * 200 + "1" + "}" * 200 + "}",
         ["line 2", "more than 100"],
     ),
-    "digits.jsonl": ('{"prompt": "a", "n": ' + "9" * 5000 + "}", ["line 1", "digits"]),
+    "digits.jsonl": ('{"prompt": "a", "n": ' + "9" * 5000 + "}", ["line 1", "digits", "quotes"]),
     "uneven_columns.json": (
         '{"prompt": ["a", "b"], "split": ["train"]}',
         ["columns", "'prompt' (2)", "equally"],
@@ -71,6 +71,22 @@ REFUSED = {
     "pointer.txt": (LFS, ["Git LFS pointer", "git lfs pull"]),
     "packed.txt": (b"\x1f\x8b\x08abc", ["gzip"]),
     "table.csv": (b"PK\x03\x04abc", ["Excel"]),
+    "joined.txt": (f"{CIRCLE}\n\ufeff{STAR}\n", ["line 2", "U+FEFF", "byte order mark", "joined"]),
+    "csi.txt": ("a\x9b31m red circle\n", ["line 1", "U+009B", "control character"]),
+    "no_character.csv": ("prompt\na \uffff star\n", ["line 2", "U+FFFF", "not a character"]),
+    "invisible.txt": (f"{CIRCLE}\n\u200b\u2060\n", ["line 2", "empty prompt"]),
+    "not_a_number.jsonl": (
+        '{"prompt": "a"}\n{"prompt": "b", "x": [NaN]}\n',
+        ["line 2", "'x.0'", "nan", "null"],
+    ),
+    "infinite.json": ('[{"prompt": "a", "w": 1e999}]', ["entry 1", "'w'", "inf"]),
+    "capital_columns.json": ('{"Prompt": ["a b", "c d"], "split": ["x", "y"]}', ["columns", "'Prompt' (2)"]),
+    "other_columns.json": (
+        '{"instruction": ["a red circle", "a star"], "id": ["001", "002"]}',
+        ["columns", "'id' (2)", "more than one word"],
+    ),
+    "drawing.txt": ("<svg xmlns='x'>\n</svg>\n", ["line 1", "XML"]),
+    "comment.txt": ("\n<!-- saved -->\n<html>\n", ["web page"]),
     "latin.txt": ("café\n".encode("latin-1"), ["line 1", "not UTF-8", "0xe9"]),
 }
 
@@ -116,6 +132,17 @@ def test_choices_are_named(tmp_path):
     assert "'prompt', is read as a prompt" in str(report)
     _, report = read_prompts(written(tmp_path, "p.txt", f"# {CIRCLE}\n--help\nlr=1\n[red|blue]::2\n"))
     assert report.kept == 4 and not report.has_remarks
+
+
+def test_a_missing_number_in_parquet_is_none(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table({"prompt": [CIRCLE, STAR], "w": [float("nan"), 1.5]}), tmp_path / "p.parquet"
+    )
+    prompts, _ = read_prompts(tmp_path / "p.parquet")
+    assert [prompt.metadata for prompt in prompts] == [{"w": None}, {"w": 1.5}]
 
 
 def test_parquet_types(tmp_path):

@@ -67,6 +67,14 @@ DAMAGES = {
         lambda c: b'{"error": "Repository not found"}',
         ["error message of a server", "not found"],
     ),
+    "a sentence of a server": (
+        lambda c: b"Access to model owner/name is restricted.",
+        ["text", "Access to model", "error message of a server"],
+    ),
+    "a pointer after a mark": (
+        lambda c: b"\xef\xbb\xbfversion https://git-lfs.github.com/spec/v1\r\nsize 99\r\n",
+        ["Git LFS pointer", "99 bytes"],
+    ),
     "a pointer": (
         lambda c: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 23802932552\n",
         ["Git LFS pointer", "23,802,932,552 bytes", "git lfs pull"],

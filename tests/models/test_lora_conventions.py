@@ -98,6 +98,8 @@ CONVENTIONS = {
             "diffusion_model.",
             "model.diffusion_model.",
             "diffusion_model.diffusion_model.",
+            "unet.",
+            "dit.",
         )
     },
     **{
@@ -105,6 +107,8 @@ CONVENTIONS = {
         for prefix in (
             "lora_transformer_",
             "lora_unet_",
+            "lora_dit_",
+            "LORA_UNET_",
             "lora_transformer_transformer_",
             "lora_transformer__orig_mod_",
         )
@@ -112,6 +116,9 @@ CONVENTIONS = {
     "inside a name": lambda: {
         key.replace("blocks.", "blocks._orig_mod.").replace("attn.", "attn._fsdp_wrapped_module."): value
         for key, value in adapters().items()
+    },
+    "at the end of a name": lambda: {
+        key.replace(".lora_", "._orig_mod.lora_"): value for key, value in adapters().items()
     },
     "default": lambda: {
         key.replace(".weight", ".default.weight"): value for key, value in adapters().items()
@@ -178,6 +185,47 @@ def test_another_family_reads_the_same_conventions(tmp_path):
             weights_with(module, path, QWEN_IMAGE)[f"{layer}.weight"] - module.get_submodule(layer).weight
         )
         assert (change - up @ down).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("alpha", "word"),
+    [
+        ("1" + "0" * 400, "alpha 1000"),
+        ("NaN", "alpha nan"),
+        ("1e30", "1e+30"),
+        ('"4"', "alpha '4'"),
+        ("true", "True"),
+    ],
+)
+def test_alphas_that_are_no_usable_number_are_refused(base, tmp_path, alpha, word):
+    described = f'{{"transformer.r": 4, "transformer.lora_alpha": {alpha}}}'
+    save_file(adapters(), path := tmp_path / "lora.safetensors", {"lora_adapter_metadata": described})
+    message = refused("sample", path, "--base", base, "--prompt", "a red circle")
+    assert word in message and "at most 1e6" in message
+
+
+@pytest.mark.parametrize("pattern", ["(([a-z_.0-9])+)+X", "(a|a)*$", ".*.*.*.*.*X", "(.*){2,}X"])
+def test_patterns_that_could_be_matched_for_hours_are_refused(base, tmp_path, pattern):
+    described = json.dumps({"r": 4, "lora_alpha": 4, "alpha_pattern": {pattern: 2}})
+    save_file(adapters(), path := tmp_path / "lora.safetensors", {"lora_adapter_metadata": described})
+    message = refused("sample", path, "--base", base, "--prompt", "a red circle")
+    assert "alpha_pattern" in message and "repeats" in message
+
+
+def test_control_characters_of_a_key_reach_no_terminal(base, tmp_path):
+    key = "\x1b]0;title\x07x\nerror: y.lora_A.weight"
+    save_file(adapters() | {key: torch.ones(2, 2)}, path := tmp_path / "lora.safetensors")
+    message = refused("sample", path, "--base", base, "--prompt", "a red circle")
+    assert "\x1b" not in message and "\x07" not in message and r"\x1b]0;title\x07x\nerror: y" in message
+
+
+def test_images_that_are_not_finite_are_not_written(base, tmp_path):
+    save_file(
+        {k: torch.full_like(v, 1e10) for k, v in adapters().items()}, path := tmp_path / "lora.safetensors"
+    )
+    out = tmp_path / "images"
+    message = refused("sample", path, "--base", base, "--prompt", "a red circle", "--steps", 1, "--out", out)
+    assert "1 of 1 images are not finite" in message and not list(out.glob("*.png"))
 
 
 # ---- folders and files of PEFT

@@ -2,10 +2,12 @@
 
 import gc
 import json
+import locale
 import logging
 import os
 import random
 import signal
+import socket
 import sys
 import warnings
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.small_runs import SMALL, timeless
+from torch.overrides import _get_current_function_mode_stack
 
 import g2rpo
 from g2rpo.rewards.isolation import restored_state
@@ -50,6 +53,21 @@ CHANGES = {
     "variables": "os.environ['OWN_STATE'] = '1'; os.environ.pop('HOME', None)",
     "signals": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "no log": "import logging; logging.disable(logging.CRITICAL)",
+    "debug messages": "import logging; logging.basicConfig(level=logging.DEBUG, force=True)",
+    "silent loggers": "import logging.config as c; c.dictConfig({'version': 1})",
+    "an alarm": "import signal; signal.setitimer(signal.ITIMER_REAL, 1000)",
+    "blocked signals": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])",
+    "file rights": "os.umask(0)",
+    "a timeout of sockets": "import socket; socket.setdefaulttimeout(0.001)",
+    "a device as a mode": "torch.device('meta').__enter__()",
+    "a mode of torch": "from torch.overrides import TorchFunctionMode as m; type('M', (m,), "
+    "{'__torch_function__': lambda s, f, t, a=(), k=None: f(*a, **(k or {}))})().__enter__()",
+    "a trace function": "import sys; sys.setprofile(lambda *a: None)",
+    "another language": "import locale; locale.setlocale(locale.LC_ALL, 'C' if "
+    "locale.setlocale(locale.LC_ALL) != 'C' else 'C.UTF-8')",
+    "no search path": "import sys; sys.path.clear()",
+    "a closed descriptor": "os.close(0)",
+    "a redirected descriptor": "os.dup2(os.open(os.devnull, os.O_RDWR), 0)",
     "output": "import io, sys; sys.stdout = sys.stderr = io.StringIO()",
     "numpy's errors": "import numpy; numpy.seterr(all='raise')",
     "no collection": "import gc; gc.disable()",
@@ -84,7 +102,31 @@ def state() -> tuple:
         (sys.stdout, sys.stderr),
         np.geterr(),
         gc.isenabled(),
+        (
+            logging.root.level,
+            list(logging.root.handlers),
+            logging.getLogger("g2rpo.rewards.checked").disabled,
+        ),
+        signal.getitimer(signal.ITIMER_REAL)[0] > 900,  # pytest has a timer of its own
+        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        umask(),
+        socket.getdefaulttimeout(),
+        torch.empty(0).device,
+        len(_get_current_function_mode_stack()),
+        sys.getprofile(),
+        locale.setlocale(locale.LC_ALL),
+        sorted(set(sys.path)),
+        os.path.sameopenfile(0, STDIN),
     )
+
+
+STDIN = os.dup(0)
+
+
+def umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 @pytest.fixture

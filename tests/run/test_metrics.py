@@ -185,8 +185,13 @@ def test_metrics_that_are_shorter_than_the_checkpoint_are_reported(tmp_path, cap
     check([lines[0], {"step": 2, "eval/x": 1.0}, *lines[2:]])
     assert "lacks 1 of its lines (iterations 2)" in caplog.text
     metrics.write_text('{"step": 1, "loss"\x00: 1}\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: not a line of metrics"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: not a line of metrics.*remove the line"):
         check_metrics(tmp_path, path)
+    metrics.write_text('{"step": 1}\n{"step": 2, "a": ' + "[" * 5000 + "]" * 5000 + "}\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a line of metrics"):
+        check_metrics(tmp_path, path)
+    metrics.write_text('{"step": 1}\n\n{"step": 2}\n \n')
+    assert [line["step"] for line in read_metrics(metrics)] == [1, 2], "an editor may add empty lines"
     metrics.unlink()
     check_metrics(tmp_path, path)
     assert "lacks 4 of its lines (iterations 1 to 4)" in caplog.text

@@ -8,6 +8,7 @@ files that a reader has rejected, or that have another name than weights have.
 from __future__ import annotations
 
 import json
+import os
 import pickletools
 import re
 import struct
@@ -67,6 +68,9 @@ _MAGIC = (
     (b"#!", "a script"),
 )
 
+_TEXT = re.compile(rb"[\t\r\n -~]{4,}")
+"""The beginning of a text, such as the error message that a server sent in place of a file."""
+
 _UNPICKLABLE = (
     ValueError,
     ArithmeticError,
@@ -85,13 +89,16 @@ def file_kind(path: Path) -> str | None:
 
     Code that a pickle would run is named, and never run.
     """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(4096)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            head = stream.read(4096)
+    except OSError as error:
+        return f"a file that cannot be read ({error.strerror or error})"
     if not size:
         return "empty (0 bytes)"
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    if head.startswith(b"version http"):
+    if text.startswith(b"version http"):
         return _pointer(head, size)
     if text.startswith(b"<"):
         return _web_page(text, size)
@@ -104,15 +111,20 @@ def file_kind(path: Path) -> str | None:
             return f"{kind} ({size:,} bytes), not safetensors"
     if (code := pickled_code(path)) is not None:
         return f"{_pickle(code)} ({size:,} bytes)"
-    if text.startswith((b"{", b"[")) and head[:8].isascii() and head[:8].strip(b"\0") == head[:8]:
+    if _TEXT.fullmatch(text[:80]) and not _is_header_length(head, size):
         shown = " ".join(text[:80].decode("utf-8", "replace").split())
         return f"text ({size:,} bytes, {shown!r}), not safetensors: is it an error message of a server?"
     return None
 
 
 def file_note(path: Path) -> str:
-    """Returns `file_kind` as the end of a message about `path`; empty if it is no file, or is unknown."""
-    kind = file_kind(path) if path.is_file() else None
+    """Returns what `path` is, as the end of a message about it; empty: unknown, or nothing is there."""
+    if path.is_file():
+        kind = file_kind(path)
+    elif path.is_symlink() and not path.exists():
+        kind = f"a link to {os.readlink(path)}, which leads nowhere"
+    else:
+        kind = "a pipe or a device, not a file" if path.exists() and not path.is_dir() else None
     return "" if kind is None else f"; this is {kind}"
 
 

@@ -6,6 +6,7 @@ A process holds one tensor of a file at a time, or only its rows if the network 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -122,6 +123,8 @@ def read_header(path: Path) -> Header:
 
     if not path.is_file():  # opening a named pipe would wait for ever
         raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is not there")
+    if not os.access(path, os.R_OK):  # safetensors would say that it is not there
+        raise ValueError(f"{path} cannot be read (Permission denied)")
     try:
         with safe_open(path, framework="np") as file:  # torch would allocate memory for the complete file
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)

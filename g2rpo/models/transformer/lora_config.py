@@ -94,7 +94,7 @@ def configuration(path: Path, keys: Iterable[str], metadata: Mapping[str, str]) 
     if not file.is_file():
         return Configuration(expected=True)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         return Configuration(problems=((f"{file} cannot be read ({error})", "save the adapters again"),))
     return _read(text, str(file), f"its {PEFT_CONFIG}", _DEFAULTS)

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from g2rpo.runtime.text import printable
+
 T = TypeVar("T")
 
 LAYOUTS = (
@@ -64,7 +66,9 @@ FOREIGN = (
     ForeignKind("adapters of embeddings", r"\.lora_embedding_[AB]", _PLAIN),
     ForeignKind("of weights that PEFT trained fully (modules_to_save)", r"\.modules_to_save\.", _PLAIN),
     ForeignKind("in the names of attention processors", r"\.processor\.", _CONVERT),
-    ForeignKind("in diffusers' names of before 0.20", r"[._]lora\.(down|up)\.", _CONVERT),
+    ForeignKind(
+        "in diffusers' names of before 0.20", r"[._]lora\.(down|up)\.|\.lora_linear_layer\.", _CONVERT
+    ),
 )
 """All foreign kinds, in the order in which they are tested; a key belongs to the first kind that matches."""
 
@@ -124,11 +128,13 @@ PREFIXES = (
     "diffusion_model.",
     "module.",
     "model.",
+    "unet.",
+    "dit.",
 )
 """Prefixes that programs put before the names of a network's layers and weights, also several at once."""
 
-_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_KOHYA = re.compile(r"^lora_(unet|transformer)_")
+_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+_KOHYA = re.compile(r"^lora_(unet|transformer|dit)_", re.I)
 _KOHYA_PREFIXES = tuple(prefix.replace(".", "_") for prefix in (*PREFIXES, "_orig_mod."))
 
 
@@ -147,7 +153,7 @@ class Names:
         if match := _KOHYA.match(name):
             found = _stripped(name[match.end() :], _KOHYA_PREFIXES, self._underscored)
             return None if found is None else self._underscored[found]
-        return _stripped(_WRAPPER.sub("", name), PREFIXES, self._known)
+        return _stripped(_WRAPPER.sub("", name).rstrip("."), PREFIXES, self._known)
 
 
 def _stripped(name: str, prefixes: Iterable[str], known: Iterable[str]) -> str | None:
@@ -161,6 +167,9 @@ def _stripped(name: str, prefixes: Iterable[str], known: Iterable[str]) -> str |
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Joins the first three names in alphabetical order and states how many more there are."""
-    ordered = sorted(names)
+    """Joins the first three names in alphabetical order and states how many more there are.
+
+    Control characters, which a stranger's file may hold and a terminal would obey, are shown as escapes.
+    """
+    ordered = [printable(name) for name in sorted(names)]
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

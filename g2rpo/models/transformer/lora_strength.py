@@ -19,9 +19,19 @@ from torch import Tensor
 
 from g2rpo.models.transformer.lora_config import Configuration
 from g2rpo.models.transformer.lora_keys import shorten
+from g2rpo.runtime.text import shortened
+
+_MOST = 1e6
+"""Largest alpha: with a rank of 1 it multiplies the product of A and B by as much."""
+
+_UNBOUNDED = re.compile(r"\)\s*(?:[*+]|\{\d*,)")
+_REPEATS = re.compile(r"[*+]|\{\d*,")
+_MOST_REPEATS = 3
+"""A pattern comes from the file: nested repeats take exponential time, and n of them time like length^n."""
 
 _ADVICE = (
-    "alpha must be one finite number, 0 or above, and the metadata's ranks those of the tensors; export again"
+    "alpha must be one finite number, 0 or above and at most 1e6, and the metadata's ranks those of the "
+    "tensors; export the file again"
 )
 
 
@@ -62,7 +72,7 @@ def strengths(
         alpha = alphas.get(name, alpha_in_metadata)
         if alpha is None:
             continue
-        if not math.isfinite(alpha) or alpha < 0:
+        if not 0 <= alpha <= _MOST:  # nor NaN
             wrong.append(f"{name} has alpha {alpha:g}")
         elif name in alphas and alpha_in_metadata not in (None, alpha):
             wrong.append(
@@ -78,13 +88,13 @@ def _stated(described: Configuration, names: Sequence[str], rank: int) -> tuple[
     """Returns alpha of a module (None if PEFT's configuration states none) and its scale."""
     where = described.where
     stated_rank = _of_module(described, "rank_pattern", "r", names)
-    if stated_rank not in (None, rank):
-        raise ValueError(f"{where} gives {names[-1]} rank {stated_rank}, its tensors have rank {rank}")
+    if stated_rank is not None and (isinstance(stated_rank, bool) or stated_rank != rank):
+        raise ValueError(f"{where} gives {names[-1]} rank {stated_rank!r}, its tensors have rank {rank}")
     alpha = _of_module(described, "alpha_pattern", "lora_alpha", names)
     if alpha is None:
         return None, 1.0
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ValueError(f"{where} gives {names[-1]} alpha {alpha!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or abs(alpha) > _MOST:
+        raise ValueError(f"{where} gives {names[-1]} alpha {shortened(repr(alpha))}")
     return float(alpha), alpha / (math.sqrt(rank) if described.values.get("use_rslora") else rank)
 
 
@@ -95,6 +105,11 @@ def _of_module(described: Configuration, patterns: str, default: str, names: Seq
     if not isinstance(by_pattern, dict):
         raise ValueError(f"{patterns} in {where} is no JSON object, but {by_pattern!r}")
     for pattern, value in by_pattern.items():
+        if _UNBOUNDED.search(pattern) or len(_REPEATS.findall(pattern)) > _MOST_REPEATS:
+            raise ValueError(
+                f"{patterns} in {where} has the pattern {shortened(pattern)!r}, whose nested or many repeats "
+                "could be matched for hours; name the layers"
+            )
         try:
             if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 return value

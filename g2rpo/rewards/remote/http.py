@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.base import Metadata, RewardSpec
-from g2rpo.rewards.remote.options import integer
+from g2rpo.rewards.remote.options import boolean, integer
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failure, Tally
 from g2rpo.rewards.remote.wire import base64_image, eight_bits
@@ -123,6 +123,7 @@ def load(
         headers=headers,
     )
     integer("http", "batch", batch, least=1)
+    boolean("http", "check", check)
     for url, answer in servers.get("").items() if check else ():
         if isinstance(answer, Failure):
             raise ValueError(

@@ -72,6 +72,13 @@ def integer(reward: str, option: str, value: Any, *, least: int) -> int:
     return value
 
 
+def boolean(reward: str, option: str, value: Any) -> bool:
+    """Returns the option; raises ValueError unless it is true or false: the text "no" would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"reward {reward}: {option}={value!r} must be true or false")
+    return value
+
+
 def addresses(reward: str, option: str, urls: Any) -> list[str]:
     """Returns the servers' addresses without a trailing slash.
 
@@ -90,6 +97,7 @@ def addresses(reward: str, option: str, urls: Any) -> list[str]:
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
+            valid = valid and url.isprintable() and " " not in url
         except ValueError:  # an invalid port
             valid = False
         if not valid or parts.query or parts.fragment:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from g2rpo.runtime.secrets import masked
+from g2rpo.runtime.text import printable
 
 LOG = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Tally:
                     "not printed",
                     self.reward,
                     failure.reason,
-                    f" ({_short(masked(failure.example))})" if failure.example else "",
+                    f" ({_short(printable(masked(failure.example)))})" if failure.example else "",
                 )
             self.counts[failure.reason] += 1
         if not failures:

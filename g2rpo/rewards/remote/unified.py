@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.rewards.base import Metadata, RewardSpec
-from g2rpo.rewards.remote.options import integer
+from g2rpo.rewards.remote.options import boolean, integer
 from g2rpo.rewards.remote.servers import Servers
 from g2rpo.rewards.remote.tally import Failure, Tally
 from g2rpo.rewards.remote.wire import base64_image, eight_bits
@@ -213,7 +213,7 @@ def load(
         raise ValueError(f"reward unified: image_format={image_format!r} must be 'png' or 'jpeg'")
     template, source = _template(prompt_file, names)
     integer("unified", "max_tokens", max_tokens, least=1)
-    if check:
+    if boolean("unified", "check", check):
         _check(pool, model)
     return Unified(pool, model, names, chosen, template, source, image_format, max_tokens)
 
