@@ -30,7 +30,7 @@ def test_four_runs_fail_and_ten_are_healthy(tool, tmp_path):
         settings = tool.settings_of(tmp_path, name, text, seed, [])
         assert (
             settings.eval_every
-            and settings.num_eval_prompts == (1024 if fails else 512)
+            and settings.num_eval_prompts == (2000 if fails else 512)
             and settings.on_warning == "warn"
         )
         assert tool.HELD_OUT in settings.eval_rewards and tool.HELD_OUT not in settings.rewards
