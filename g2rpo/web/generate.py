@@ -189,7 +189,10 @@ def generate_tab(context: WebContext) -> None:
         **MODEL_QUEUE,
     )
     private: dict[str, Any] = {"queue": False, "api_visibility": "private"}
-    cancel.click(lambda: status_html("cancelled"), None, results.status, cancels=[running], **private)
+    # First the job ends, then the line is written: progress that is still under way would replace it.
+    cancel.click(lambda: None, None, None, cancels=[running], **private).then(
+        lambda: status_html("cancelled"), None, results.status, **private
+    )
     another = random.SystemRandom()
     dice.click(lambda: another.randint(0, context.limits.seed), None, inputs.seed, **private)
     results.gallery.select(

@@ -2,7 +2,7 @@
 
 The page is for the person who starts it: it binds to 127.0.0.1 unless another host is given, has no password
 and no encryption, and is never published through a tunnel. A browser may read files of the session's folder
-and of the run folders that are shown, and no others.
+and no others; what the page shows of runs is part of the page.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import socket
 import threading
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from g2rpo.web.context import WebContext
 
 HOST, PORT = "127.0.0.1", 7860
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INSTALL = 'the web page needs gradio: pip install "g2rpo[demo]"'
 CLIENTS_WAITING = 32
 """Jobs that may wait; further ones are refused with a message."""
@@ -103,9 +103,10 @@ def start(context: WebContext, host: str = HOST, port: int = PORT) -> tuple[Any,
         css=CSS,
         footer_links=["settings"],
         run_history=False,
-        allowed_paths=[str(path) for path in served_folders(context)],
+        allowed_paths=[str(context.folder)],
         max_file_size=context.limits.upload_bytes,
         enable_monitoring=False,
+        app_kwargs={"middleware": _host_checks(host)},
         ssr_mode=False,
         pwa=False,
         mcp_server=False,
@@ -113,9 +114,17 @@ def start(context: WebContext, host: str = HOST, port: int = PORT) -> tuple[Any,
     return page, url
 
 
-def served_folders(context: WebContext) -> list[Path]:
-    """Returns the folders whose files a browser may read: the session's, and those of the runs shown."""
-    return [context.folder, *(run.resolve() for run in context.runs.values())]
+def _host_checks(host: str) -> list[Any]:
+    """Refuses requests under other names than this machine's, where only this machine is meant to ask.
+
+    Otherwise a web site whose name resolves to 127.0.0.1 could use the page from within the user's browser.
+    """
+    if host not in LOOPBACK:
+        return []
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    return [Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"], www_redirect=False)]
 
 
 def serve(
@@ -129,7 +138,7 @@ def serve(
     try:
         page, url = start(context, host, port)
         say(f"{url} shows {', '.join(context.models)}; press Ctrl-C to stop")
-        if host not in ("127.0.0.1", "localhost", "::1"):
+        if host not in LOOPBACK:
             say(f"warning: everyone who reaches {host} can use this page and this machine's processor")
         try:
             threading.Event().wait()

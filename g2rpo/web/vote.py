@@ -277,8 +277,10 @@ def vote_tab(context: WebContext) -> None:
     for choice, button in booth.choices.items():
         running.append(button.click(choose(choice), page.voter, page.changed, **model))
     running.append(booth.again.click(again, page.voter, page.changed, **model))
-    booth.finish.click(
-        finish, page.voter, page.changed, cancels=running, queue=False, api_visibility="private"
+    private: dict[str, Any] = {"queue": False, "api_visibility": "private"}
+    # First the job ends, then the result is shown: progress that is still under way would replace it.
+    booth.finish.click(lambda: None, None, None, cancels=running, **private).then(
+        finish, page.voter, page.changed, **private
     )
 
 

@@ -152,6 +152,8 @@ def test_cancelling_ends_the_computation(client, context):
         "/etc/passwd",
         "{votes}/other.csv",
         "{runs}/secret.txt",
+        "{run}/config.toml",
+        "{run}/metrics.jsonl",
         "{run}/../secret.txt",
         "{run}/%2e%2e/secret.txt",
         "{session}/../../etc/passwd",
@@ -173,22 +175,33 @@ def test_no_other_file_is_served(url, context, path):
         assert "root:" not in answer.text and "beside the run" not in answer.text
 
 
-def test_a_link_in_a_run_folder_leads_nowhere(url, context):
+def test_a_link_in_the_session_folder_leads_nowhere(url, context):
     run = next(iter(context.runs.values()))
-    (run / "link.txt").symlink_to(run.parent / "secret.txt")
-    answer = httpx.get(f"{url}gradio_api/file={run}/link.txt")
+    (context.folder / "link.txt").symlink_to(run.parent / "secret.txt")
+    answer = httpx.get(f"{url}gradio_api/file={context.folder}/link.txt")
     assert answer.status_code in (403, 404) and "beside the run" not in answer.text
 
 
-def test_files_of_run_folders_are_served(url, context):
-    run = next(iter(context.runs.values()))
-    assert httpx.get(f"{url}gradio_api/file={run}/metrics.jsonl").status_code == 200
+def test_files_of_the_session_are_served(url, context):
+    file = context.folder / "file.txt"
+    file.write_text("of the session")
+    assert httpx.get(f"{url}gradio_api/file={file}").text == "of the session"
 
 
 def test_other_sites_may_not_call(url):
-    headers = {"origin": "https://example.com"}
-    answer = httpx.get(f"{url}config", headers=headers)
+    origin = {"origin": "https://example.com"}
+    answer = httpx.get(f"{url}config", headers=origin)
     assert answer.headers.get("access-control-allow-origin") in (None, "null")
+    # What a browser sends for a form of another site, without asking the server first.
+    body = '{"fn_index": 0, "data": [], "session_hash": "x"}'
+    plain = {"content-type": "text/plain", **origin}
+    assert httpx.post(f"{url}gradio_api/queue/join", content=body, headers=plain).status_code >= 400
+
+
+def test_other_names_of_this_machine_are_refused(url):
+    assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
+    port = url.rstrip("/").rpartition(":")[2]
+    assert httpx.get(url, headers={"host": f"localhost:{port}"}).status_code == 200
 
 
 def test_a_port_in_use_is_refused_in_one_line():
