@@ -35,6 +35,7 @@ from g2rpo.rollouts.score import Rollout
 from g2rpo.run.warnings_file import append_warning
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.random import random_state, seed_everything, set_random_state
 from g2rpo.training.preflight_checks import (
     LIMITS,
@@ -99,9 +100,14 @@ class Preflight:
         pixels = images.to(device).float() / 255
         errors = {name: reward.last_error for name, reward in rewards.items()}
         # Other seeds, because a reward that draws random numbers must not draw the same again.
-        with _other_random_numbers(self._settings.seed), scoring(rewards.values()):
+        with (
+            _other_random_numbers(self._settings.seed),
+            scoring(rewards.values()),
+            phase("pre-flight, scoring again", len(rewards), "rewards") as again,
+        ):
             for name, reward in rewards.items():
                 self._second[name] = self._scores(reward, pixels).cpu()
+                again.add()
         for name, reward in rewards.items():  # that of the rollout, in case it stops the run
             reward.last_error = errors[name]
 
