@@ -139,10 +139,9 @@ class LiveDisplay:
 
     def run(self, status: RunStatus | None, *, iteration: bool = False) -> None:
         with self._lock:
-            ended = status is None and self._status is not None
-            if ended and self._live is not None:
-                self._live.transient = False  # its last state stays
-                self._refresh()
+            if status is None and self._live is not None and self._status is not None:
+                self._live.transient = False  # the last state stays on the terminal
+                self._stop()
             self._status = status
             if status is not None:
                 TICKER.watch(self)
@@ -191,9 +190,11 @@ class LiveDisplay:
 
     def _rest(self) -> None:
         """Removes the display if there is nothing to show."""
-        if self._phases or self._status is not None:
-            return
-        TICKER.forget(self)
+        if not self._phases and self._status is None:
+            TICKER.forget(self)
+            self._stop()
+
+    def _stop(self) -> None:
         live, self._live = self._live, None
         if live is not None:
             try:
@@ -258,7 +259,8 @@ def _head(status: RunStatus, width: int, *, ascii_only: bool) -> Any:
     """The first line: iteration, bar and time left, as far as they fit."""
     from rich.text import Text
 
-    name = f"iteration {status.iteration}/{status.iterations}"
+    count = f"{status.iteration}/{status.iterations}"
+    name = f"iteration {count}" if len(f"iteration {count}") <= width else count[:width]
     left = "" if status.seconds_left is None else f"left {format_seconds(status.seconds_left)}"
     free = width - len(name) - len(left) - 3
     line = Text(name, style="bold")

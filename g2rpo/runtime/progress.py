@@ -141,13 +141,15 @@ class RunStatus:
     def evaluation_cells(self) -> list[str]:
         """The last evaluation, one text per reward."""
         return [
-            f"{name} {value:.4f}{_change(gain)}{'' if error is None or gain is None else f' ± {error:.4f}'}"
+            f"{name} {value:.4f}{_change(gain, error)}"
             for name, (value, gain, error) in self.evaluations.items()
         ]
 
 
-def _change(change: float | None) -> str:
-    return "" if change is None else f" ({change:+.4f})"
+def _change(change: float | None, error: float | None = None) -> str:
+    if change is None:
+        return ""
+    return f" ({change:+.4f})" if error is None else f" ({change:+.4f} ± {error:.4f})"
 
 
 class Display(Protocol):
