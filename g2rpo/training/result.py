@@ -10,12 +10,11 @@ from typing import Any
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.evaluation.before_after import Change, stored_changes, stored_comparison
-from g2rpo.evaluation.monitor import first_evaluation_problem
+from g2rpo.evaluation.monitor import first_evaluation_problem, is_evaluation
 from g2rpo.run.folder import latest_checkpoint, read_state
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import checkpoint_to_resume, is_finished
 from g2rpo.runtime.progress import RunProgress
-from g2rpo.runtime.records import DamagedFile
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,26 @@ def finished_run(settings: Settings) -> Run | None:
     if any(stored.get(name) != value for name, value in given.items() if name in CHANGE_RESULTS):
         return None
     try:
+        if not _last_is_evaluated(out, settings):
+            return None
         comparison = stored_comparison(out)
         intact = not first_evaluation_problem(out) and (comparison is None or not comparison.problem(out))
         files = ("curve.png", *(("comparison.md", "before_after.png") if comparison is not None else ()))
         if not intact or not all((out / name).is_file() for name in files):
             return None
         changes = stored_changes(out)
-    except (DamagedFile, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # as for DamagedFile, its start says what is wrong
         return None
     return Run(out, settings.iterations, True, False, changes)
+
+
+def _last_is_evaluated(out: Path, settings: Settings) -> bool:
+    """Whether the evaluation and the sample grid of the last iteration are complete, as far as they are due."""
+    last = settings.iterations
+    lines = read_metrics(out / "metrics.jsonl")
+    evaluated = any(line["step"] == last and is_evaluation(line) for line in lines)
+    due = bool(settings.eval_every and settings.eval_prompts)
+    return (evaluated or not due) and (out / "samples" / f"step_{last:06d}" / "grid.png").is_file()
 
 
 CHANGE_RESULTS = (
