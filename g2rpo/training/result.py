@@ -11,6 +11,7 @@ from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
 from g2rpo.evaluation.before_after import Change, stored_changes, stored_comparison
 from g2rpo.evaluation.monitor import first_evaluation_problem, is_evaluation
+from g2rpo.run.checkpoint_index import check_tensors
 from g2rpo.run.folder import latest_checkpoint, read_state
 from g2rpo.run.metrics import read_metrics
 from g2rpo.run.run import checkpoint_to_resume, is_finished
@@ -60,8 +61,8 @@ def run_progress(out: Path, iterations: int, done: int) -> RunProgress:
 def finished_run(settings: Settings) -> Run | None:
     """The result of the run of these settings if there is nothing left to do; otherwise None.
 
-    Nothing is loaded. A run with a damaged or missing record, or with settings by which it would evaluate or
-    compare something else, is not finished in this sense: its start writes the record again.
+    Nothing is loaded. A run with a damaged checkpoint, a damaged or missing record, or settings by which it
+    would evaluate or compare something else is not finished in this sense: its start makes good for it.
 
     Raises:
         ValueError: as `checkpoint_to_resume`.
@@ -81,16 +82,17 @@ def finished_run(settings: Settings) -> Run | None:
         comparison = stored_comparison(out)
         intact = not first_evaluation_problem(out) and (comparison is None or not comparison.problem(out))
         files = ("curve.png", *(("comparison.md", "before_after.png") if comparison is not None else ()))
+        check_tensors(checkpoint)
         if not intact or not all((out / name).is_file() for name in files):
             return None
         changes = stored_changes(out)
-    except (OSError, ValueError, KeyError, TypeError):  # as for DamagedFile, its start says what is wrong
+    except (OSError, ValueError, KeyError, TypeError):  # its start says what is damaged
         return None
     return Run(out, settings.iterations, True, False, changes)
 
 
 def _last_is_evaluated(out: Path, settings: Settings) -> bool:
-    """Whether the evaluation and the sample grid of the last iteration are complete, as far as they are due."""
+    """Whether the evaluation and the sample grid of the last iteration are complete, if they are due."""
     last = settings.iterations
     lines = read_metrics(out / "metrics.jsonl")
     evaluated = any(line["step"] == last and is_evaluation(line) for line in lines)
