@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from g2rpo.cli.display import live_progress
 from g2rpo.runtime.files import disk_errors, release_output
 from g2rpo.runtime.peers import lost_peer
 from g2rpo.runtime.secrets import masked
@@ -28,7 +29,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             # A file on a full disk that no part of the package wrote itself, such as standard output.
-            with command_signals() as stop, disk_errors():
+            with command_signals() as stop, disk_errors(), live_progress():
                 return super().invoke(ctx)
         except ValueError as error:
             if ctx.params["traceback"]:

@@ -31,6 +31,7 @@ def train(recipe: Recipe = None, overrides: Overrides = None) -> None:
       g2rpo train
       g2rpo train tiny lr=1e-5 out=runs/second
       g2rpo train my.toml rewards.tiny_clip=0.5 'granularities=[1,2]'
+      g2rpo train tiny loggers=tensorboard,wandb
     """
     from g2rpo.config.load import load_settings
     from g2rpo.config.notes import settings_notes

@@ -32,7 +32,7 @@ MAY_CHANGE = (
     "resume",
     "out",
     "device",
-    "tensorboard",
+    "loggers",
     "checkpoint_every",
     "keep_last",
     "keep_every",

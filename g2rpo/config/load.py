@@ -16,6 +16,7 @@ from g2rpo.algorithms.registry import PRESET_OPTIONS, OptionError, algorithm_def
 from g2rpo.config import checks
 from g2rpo.config.hints import HINTS, suggestion, wrong_place
 from g2rpo.config.identity import check_same_run
+from g2rpo.config.loggers import with_loggers
 from g2rpo.config.recipe import apply_overrides, parse_overrides, parse_recipe, recipe_text
 from g2rpo.config.settings import Settings, text_names
 from g2rpo.runtime.secrets import remember_secrets
@@ -98,7 +99,7 @@ def _unalias(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     for alias, name in ALIASES.items():
         if alias in values and name in values:
             raise ValueError(f"{where}: {alias} and {name} are the same setting; give one")
-    return {ALIASES.get(key, key): value for key, value in values.items()}
+    return {ALIASES.get(key, key): value for key, value in with_loggers(values, where).items()}
 
 
 def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> dict[str, Any]:

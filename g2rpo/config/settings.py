@@ -39,6 +39,7 @@ from g2rpo.algorithms.registry import (
 )
 from g2rpo.config import checks
 from g2rpo.config.hints import wrong_place
+from g2rpo.config.loggers import known_loggers, with_loggers
 from g2rpo.config.recipe import to_toml, toml_value
 from g2rpo.models.options import (
     OPTION_NAMES,
@@ -250,8 +251,10 @@ class Settings(BaseModel):
     """Folder of prompt embeddings, which runs may share."""
     deterministic: bool = False
     """Bit-exact repeats on a GPU as well, with slower kernels. On a CPU they are always bit-exact."""
-    tensorboard: bool = True
-    """Write TensorBoard event files in addition to metrics.jsonl."""
+    loggers: list[str] = ["tensorboard"]
+    """Services that get all metrics and images besides the run folder: any of `tensorboard` (event files in
+    the run folder), `wandb`, `trackio`, `swanlab` and `mlflow` (docs/logging.md). [] = none. One that fails
+    is left out with a warning, and the run goes on."""
 
     @model_validator(mode="before")
     @classmethod
@@ -259,6 +262,7 @@ class Settings(BaseModel):
         """Moves flat options of the algorithm into `algorithm_options`; None means the default."""
         if not isinstance(values, Mapping):
             return values
+        values = with_loggers(values)
         table = values.get("algorithm_options", {})
         if not isinstance(table, Mapping):
             return values
@@ -334,6 +338,11 @@ class Settings(BaseModel):
                 f"weight 0 trains nothing; to only evaluate {zero[0]!r}, list it in eval_rewards"
             )
         return value
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _loggers_are_known(cls, value: Any) -> Any:
+        return known_loggers(value)
 
     @field_validator("rewards", "eval_rewards")
     @classmethod

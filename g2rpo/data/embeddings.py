@@ -39,6 +39,7 @@ from torch import Tensor
 from g2rpo.models.loading.reading import read_header
 from g2rpo.models.policy import Conditioning
 from g2rpo.runtime.files import DiskFull, atomic_path, write_atomic
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.records import CHECKSUM, DamagedFile
 
 LOG = logging.getLogger(__name__)
@@ -111,17 +112,19 @@ class EmbeddingCache:
         missing = self.missing(policy, prompts)
         rows: list[Conditioning] = []
         written, began = 0, time.monotonic()
-        for prompt in missing:
-            rows.append(policy.encode([prompt]).to("cpu"))
-            if written == 0 and len(rows) == 1:
-                self._check_space(policy, rows[0], len(missing))
-            done = written + len(rows)
-            overdue = time.monotonic() - began > SHARD_SECONDS
-            if len(rows) == SHARD_PROMPTS or overdue or done == len(missing):
-                self._write(policy, missing[written:done], Conditioning.cat(rows))
-                rows, written, began = [], done, time.monotonic()
-                if progress is not None:
-                    progress(done, len(missing))
+        with phase("embedding", len(missing), "prompts") as embedding:
+            for prompt in missing:
+                rows.append(policy.encode([prompt]).to("cpu"))
+                embedding.add()
+                if written == 0 and len(rows) == 1:
+                    self._check_space(policy, rows[0], len(missing))
+                done = written + len(rows)
+                overdue = time.monotonic() - began > SHARD_SECONDS
+                if len(rows) == SHARD_PROMPTS or overdue or done == len(missing):
+                    self._write(policy, missing[written:done], Conditioning.cat(rows))
+                    rows, written, began = [], done, time.monotonic()
+                    if progress is not None:
+                        progress(done, len(missing))
         return len(missing)
 
     def missing(self, policy: Encoder, prompts: Sequence[str], *, verify: bool = False) -> list[str]:

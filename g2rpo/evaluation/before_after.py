@@ -109,8 +109,8 @@ class Comparison:
                 f"compare_images={self.images}, but {out / RECORD} holds no images of the untrained model "
                 f"(or an earlier version's); start a new run with another out=FOLDER, {way_out}"
             )
-        sets = [ImageSet(*(_as_tuple(entry[f.name]) for f in fields(ImageSet))) for entry in record["sets"]]
-        began = Comparison(record["images"], record["num_steps"], tuple(sets))
+        began = stored_comparison(out)
+        assert began is not None
         differences = [
             f"  {name}: {before} there, {now} given"
             for name, before, now in (
@@ -150,6 +150,18 @@ class Comparison:
     def _unseen(self) -> list[str]:
         return [prompt for images in self.sets if images.title == UNSEEN for prompt in images.prompts]
 
+    def pairs(self, out: Path, images: int = 8) -> Tensor:
+        """The first pairs of each set, before beside after: [N, 3, H, 2 W] in [0, 1]."""
+        return torch.stack(
+            [
+                torch.cat(
+                    [_read_image(image_path(out, when, number, i)) for when in ("before", "after")], dim=2
+                )
+                for number, image_set in enumerate(self.sets)
+                for i in range(min(images, len(image_set.prompts)))
+            ]
+        )
+
     def draw_after(
         self, evaluator: Evaluator, out: Path, trained: Sequence[str], subject: str = "the model"
     ) -> list[Change]:
@@ -165,7 +177,7 @@ class Comparison:
         changes, before, after, all_scores = [], [], [], []
         for number, (image_set, stored) in enumerate(zip(self.sets, record["sets"], strict=True)):
             files = [image_path(out, "before", number, i) for i in range(len(image_set.prompts))]
-            before.append(torch.stack([from_pil(Image.open(file)) for file in files]))
+            before.append(torch.stack([_read_image(file) for file in files]))
             after.append(evaluator.images(image_set))
             old = {name: torch.tensor(values) for name, values in stored["scores"].items()}
             scores = evaluator.scores(image_set, after[-1])
@@ -187,6 +199,41 @@ class Comparison:
 def image_path(out: Path, when: str, number: int, i: int) -> Path:
     """File of image `i` of set `number`, "before" or "after" training."""
     return (out / RECORD).parent / f"{when}_{number}" / f"{i:04d}.png"
+
+
+def _read_image(file: Path) -> Tensor:
+    with Image.open(file) as image:
+        return from_pil(image)
+
+
+def stored_comparison(out: Path) -> Comparison | None:
+    """What a run compared, by its record of the untrained model; None without a record.
+
+    Raises:
+        DamagedFile: the record is damaged.
+    """
+    if not (out / RECORD).is_file():
+        return None
+    record = read_record(out / RECORD)
+    sets = [ImageSet(*(_as_tuple(entry[f.name]) for f in fields(ImageSet))) for entry in record["sets"]]
+    return Comparison(record["images"], record["num_steps"], tuple(sets))
+
+
+def stored_changes(out: Path) -> list[Change]:
+    """The changes that a finished run found, from the scores in its folder; [] without a comparison.
+
+    Raises:
+        DamagedFile: a record is damaged or missing.
+    """
+    comparison = stored_comparison(out)
+    if comparison is None:
+        return []
+    before, after = read_record(out / RECORD)["sets"], read_record(out / AFTER)
+    changes: list[Change] = []
+    for image_set, old, new in zip(comparison.sets, before, after["scores"], strict=True):
+        scores = [{n: torch.tensor(v) for n, v in values.items()} for values in (old["scores"], new)]
+        changes += changes_of(image_set.title, scores[0], scores[1], after["trained"])
+    return changes
 
 
 def _save_images(out: Path, when: str, number: int, images: Tensor) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from g2rpo.evaluation.gallery import write_sheet
 from g2rpo.evaluation.image_files import read_pixels
@@ -48,7 +47,7 @@ from g2rpo.runtime.processes import (
     start_processes,
     world_size,
 )
-from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.version import __version__
 
@@ -272,13 +271,13 @@ class _Evaluation:
         device: torch.device,
         own_rows: dict[Key, Row],
     ) -> None:
-        prompt_of_image, done = self.lineup.request.prompt_of_image, 0
+        prompt_of_image = self.lineup.request.prompt_of_image
         self.lineup.out.mkdir(parents=True, exist_ok=True)
         part = self.lineup.out / f"scores.part-{rank()}.csv"
         total = sum(map(len, todo))
         with (
             scoring(rewards.values()),
-            show_progress(total, "images", "scoring", Console(stderr=True, quiet=rank() > 0)) as progress,
+            phase("scoring", total, "images") as progress,
         ):
             write_atomic(part, self._head())
             for keys in todo:
@@ -293,8 +292,7 @@ class _Evaluation:
                 self.rows |= rows
                 append_bytes(part, self._lines(keys).encode("utf-8"))
                 own_rows |= rows
-                done += len(keys)
-                progress(done)
+                progress.add(len(keys))
 
     def scores(self, label: str, steps: int, name: str) -> Array:
         """Scores [P, M], one row per prompt."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from g2rpo.flow.schedule import Shift
@@ -27,7 +26,7 @@ from g2rpo.models.family import truncation_lines
 from g2rpo.models.policy import Policy
 from g2rpo.runtime.interrupt import Interrupt
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
-from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.records import DamagedFile, read_record, write_record
 from g2rpo.runtime.secrets import without_secrets
 
@@ -229,10 +228,10 @@ class Lineup:
         return sample_segments(segments, texts, shift=self.shift, seeds=seeds, batch=request.batch)
 
     def _sample(self, opened: list[Policy], label: str, todo: Sequence[tuple[int, range]]) -> None:
-        texts, seeds, done = self.request.texts, self.request.seeds, 0
+        texts, seeds = self.request.texts, self.request.seeds
         assert self.shift is not None and self.conditions is not None
         total = sum(len(batch) for _, batch in todo)
-        with show_progress(total, "images", "sampling", Console(stderr=True, quiet=rank() > 0)) as progress:
+        with phase(label, total, "images"):
             for steps, indices in self._groups(label, todo):
                 images = self._images(opened, label, steps, indices)
                 info: dict[str, Any] = {"model": self.models[label], "num_steps": steps, "shift": self.shift}
@@ -241,8 +240,6 @@ class Lineup:
                 for image, index in zip(images, indices, strict=True):
                     own_info = {"seed": seeds[index], **info, **self.conditions}
                     save_png(image, self.file(label, steps, index), texts[index], own_info)
-                done += len(indices)
-                progress(done)
 
     def _other_conditions(self, label: str) -> str:
         """Names the conditions that differ from the model's own."""

@@ -37,7 +37,7 @@ from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.runtime.files import atomic_path
 from g2rpo.runtime.interrupt import undisturbed
 from g2rpo.runtime.processes import gathered, rank, run_together, world_size
-from g2rpo.runtime.progress import RunProgress
+from g2rpo.runtime.progress import RunProgress, phase
 from g2rpo.runtime.records import DamagedFile, read_record, write_record
 from g2rpo.runtime.secrets import without_secrets
 
@@ -136,7 +136,7 @@ class Evaluator:
         scores: dict[str, list[Tensor]] = {name: [] for name in rewards}
         images = images[_share()]
         own_texts, own_metadata = image_set.prompts[_share()], image_set.metadata[_share()]
-        with scoring(rewards.values()):
+        with scoring(rewards.values()), phase("scoring", len(images), "images") as progress:
             for low in range(0, len(images), self.batch):
                 rows = slice(low, low + self.batch)
                 part = images[rows].to(self.policy.device)
@@ -144,6 +144,7 @@ class Evaluator:
                 batch_scores = score_batch(rewards, part, prompts, metadata).cpu()
                 for name, values in zip(rewards, batch_scores, strict=True):
                     scores[name].append(values)
+                progress.add(len(part))
         return scores
 
     def evaluate(self, image_set: ImageSet, out: Path, step: int) -> dict[str, float]:
@@ -352,17 +353,19 @@ class EvaluationPlan:
             grid_due &= not (folder / "grid.png").is_file()
         evaluation_due &= self.evaluated is not None
         if self.evaluated is not None and evaluation_due:
-            metrics = evaluator.evaluate(self.evaluated, out, step)
-            writer.write({"step": step, **metrics})
-            means = "  ".join(f"{n[5:]} {value:.4f}" for n, value in metrics.items() if n[:5] == "eval/")
-            progress.note(f"step {step}: {means}")
+            with phase("evaluation"):
+                metrics = {"step": step, **evaluator.evaluate(self.evaluated, out, step)}
+            writer.write(metrics)
+            progress.evaluated(metrics)
         if self.shown is not None and grid_due:
-            images = evaluator.images(self.shown)
-            writer.images("samples", step, torch.cat(list(images), dim=2))
+            with phase("sample grid"):
+                images = evaluator.images(self.shown)
             if rank() == 0:
                 info = {"step": step, "num_steps": evaluator.num_steps}
                 heading = f"{self.subject} · iteration {step} · {evaluator.num_steps} denoising steps"
                 write_grid(folder, self.shown, images, info, heading)
+            writer.images("samples", step, images)
+            progress.sampled(folder / "grid.png")
         return evaluation_due
 
 

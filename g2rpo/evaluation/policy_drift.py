@@ -26,6 +26,7 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.objectives.grpo import step_kl
 from g2rpo.runtime.files import atomic_path
 from g2rpo.runtime.processes import gathered
+from g2rpo.runtime.progress import phase
 
 STATES = "policy_before.safetensors"
 """File beside the evaluation records: states, and the velocities of the policy before training."""
@@ -57,11 +58,13 @@ def store_states(
     sigmas = shifted_sigmas(num_steps, shift).to(policy.device)
     x = start_noise(policy, seeds)
     kept: dict[str, Tensor] = {}
-    for k in range(num_steps):
-        velocity = policy.velocity(x, sigmas[k].expand(len(x)), cond)
-        if k in _steps(num_steps):
-            kept |= {f"x.{k}": x.cpu().contiguous(), f"velocity.{k}": velocity.float().cpu().contiguous()}
-        x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+    with phase("states for the KL", num_steps, "denoising steps") as progress:
+        for k in range(num_steps):
+            velocity = policy.velocity(x, sigmas[k].expand(len(x)), cond)
+            if k in _steps(num_steps):
+                kept |= {f"x.{k}": x.cpu().contiguous(), f"velocity.{k}": velocity.float().cpu().contiguous()}
+            x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+            progress.add()
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / STATES) as temporary:
         # One entry, because safetensors writes several in any order, and equal runs have equal files.

@@ -32,7 +32,7 @@ from g2rpo.rewards.registry import REWARDS, CheckedReward, load_rewards
 from g2rpo.runtime.files import append_bytes, write_atomic
 from g2rpo.runtime.interrupt import interruptible
 from g2rpo.runtime.processes import resolve_device
-from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.secrets import without_secrets
 from g2rpo.runtime.text import did_you_mean
 from g2rpo.runtime.version import __version__
@@ -189,7 +189,7 @@ def _run(
     table: _Table,
     batch: int,
 ) -> None:
-    with show_progress(len(todo), "images", "scoring") as progress, table.appending() as append:
+    with phase("scoring", len(todo), "images") as progress, table.appending() as append:
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
             rows: list[Row] = [{} for _ in part]
@@ -201,7 +201,7 @@ def _run(
                 for i, values in zip(indices, scores.T.tolist(), strict=True):
                     rows[i] = dict(zip(rewards, values, strict=True))
             append(part, rows)
-            progress(low + len(part))
+            progress.to(low + len(part))
 
 
 class _Table:

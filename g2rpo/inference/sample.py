@@ -28,6 +28,7 @@ from g2rpo.inference.sample_folder import check_folder, remove_comparison, write
 from g2rpo.models.family import truncation_lines
 from g2rpo.models.options import as_resolution, plain_resolution
 from g2rpo.models.policy import Conditioning, Policy
+from g2rpo.runtime.progress import phase
 
 
 def image_seeds(seed: int, count: int) -> list[int]:
@@ -123,13 +124,19 @@ def sample_segments(
     sigmas = shifted_sigmas(sum(segment.num_steps for segment in segments), shift)
     latents: Tensor | None = None
     done = 0
-    for segment in segments:
-        if latents is not None:
-            gc.collect()  # a policy's hook may refer back to it, so reference counting does not free it
-        own_sigmas = sigmas[done : done + segment.num_steps + 1]
-        done += segment.num_steps
-        last = done == len(sigmas) - 1
-        latents = _segment(segment, prompts, latents, own_sigmas, seeds, batch, decode=last)
+    with phase("sampling", len(prompts), "images") as sampling:
+        for segment in segments:
+            if latents is not None:
+                gc.collect()  # a policy's hook may refer back to it, so reference counting does not free it
+            own_sigmas = sigmas[done : done + segment.num_steps + 1]
+            done += segment.num_steps
+            last = done == len(sigmas) - 1
+
+            def count(forwards: int) -> None:
+                sampling.add(forwards / (len(sigmas) - 1))
+
+            latents = _segment(segment, prompts, latents, own_sigmas, seeds, batch, count, decode=last)
+        sampling.to(len(prompts))
     assert latents is not None
     return latents
 
@@ -142,10 +149,15 @@ def _segment(
     sigmas: Tensor,
     seeds: Sequence[int],
     batch: int,
+    count: Callable[[int], None],
     *,
     decode: bool,
 ) -> Tensor:
-    """Takes latents (None: noise) through one segment; returns latents or images on the CPU."""
+    """Takes latents (None: noise) through one segment; returns latents or images on the CPU.
+
+    Args:
+        count: called with the number of images of each denoising step of a batch.
+    """
     policy = segment.open()
     if latents is not None and latents.shape[1:] != policy.latent_shape:
         raise ValueError(
@@ -161,6 +173,7 @@ def _segment(
         for k in range(len(sigmas) - 1):
             velocity = policy.velocity(x, sigmas[k].expand(len(x)), cond[rows])
             x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+            count(len(x))
             if segment.observe is not None:
                 segment.observe(k, velocity)
         if segment.observe is not None:

@@ -17,6 +17,7 @@ from g2rpo.models.options import PolicyOptions
 from g2rpo.models.tiny import is_tiny, tiny_folder
 from g2rpo.runtime.imports import check_not_injected, import_attribute
 from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.quiet import quiet_packages
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def load_policy(
     _, files = fetch_model(name, family)
     resolved = resolve_device(device)
     set_precision(options.precision, resolved)
-    return found.load(files, _resolved(found, files, options), resolved, mesh)
+    with phase(f"loading {name}"):
+        return found.load(files, _resolved(found, files, options), resolved, mesh)
 
 
 @quiet_packages()

@@ -20,6 +20,7 @@ from g2rpo.rewards.exits import RewardExited, errors_located, exits_reported
 from g2rpo.rewards.isolation import restored_state
 from g2rpo.runtime.imports import import_attribute
 from g2rpo.runtime.processes import resolve_device
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.quiet import quiet_packages
 from g2rpo.runtime.secrets import missing_secrets, not_stored, remember_secrets
 from g2rpo.runtime.text import did_you_mean
@@ -102,9 +103,11 @@ def load_rewards(
                 "here each image is scored by itself. Use it in `rewards` of `g2rpo train`; to score images, "
                 "name a pointwise reward"
             )
-    rewards = {
-        name: load_reward(name, torch.device(device), options.get(name), media=media) for name in names
-    }
+    rewards: dict[str, CheckedReward] = {}
+    with phase("loading rewards", len(names), "rewards") as loading:
+        for name in names:
+            rewards[name] = load_reward(name, torch.device(device), options.get(name), media=media)
+            loading.add()
     if not rewards:
         raise ValueError(f"no rewards given; {_known()}")
     return rewards

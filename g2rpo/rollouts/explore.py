@@ -29,6 +29,7 @@ from g2rpo.models.policy import Conditioning, Policy
 from g2rpo.rollouts.plan import Plan
 from g2rpo.rollouts.tree import make_tree
 from g2rpo.runtime.processes import copied_to
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.random import keyed_noise
 from g2rpo.runtime.timing import Timer
 
@@ -86,12 +87,19 @@ class CountedPolicy:
 
     Attributes:
         counts: forwards so far, of "anchor", "sde" and "tails".
+        count: called with the number of forwards of each call of the policy.
     """
 
-    def __init__(self, policy: Policy, cond: Conditioning, rollout_batch: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        cond: Conditioning,
+        rollout_batch: int,
+        count: Callable[[int], None] = lambda forwards: None,
+    ) -> None:
         if rollout_batch < 1:
             raise ValueError(f"rollout_batch must be >= 1, got {rollout_batch}")
-        self.policy, self.cond, self.rollout_batch = policy, cond, rollout_batch
+        self.policy, self.cond, self.rollout_batch, self.count = policy, cond, rollout_batch, count
         self.counts = {"anchor": 0, "sde": 0, "tails": 0}
 
     def __call__(
@@ -136,6 +144,7 @@ class CountedPolicy:
             batch = slice(low, low + self.rollout_batch)
             velocities.append(self.policy.velocity(x[batch], sigma[batch], self.cond[rows[batch]]))
             high = low + len(velocities[-1])
+            self.count((high - low) * self.policy.forwards_per_sample)
             for n in range(low // per_node, (high - 1) // per_node + 1):
                 samples = min(high, (n + 1) * per_node) - max(low, n * per_node)
                 self.counts[parts[n]] += samples * self.policy.forwards_per_sample
@@ -185,7 +194,6 @@ def explore(
             f"got {len(cond)} rows of conditioning for {len(prompt_indices)} prompts; give one row per prompt"
         )
     levels = plan.levels(sigmas.detach().to("cpu", torch.float32))
-    forwards = CountedPolicy(policy, cond, rollout_batch)
     keys = tuple((seed, iteration, prompt) for prompt in prompt_indices)
     shape, rows = policy.latent_shape, torch.arange(len(keys))
     if plan.individual_noise:
@@ -196,11 +204,13 @@ def explore(
     drawn = [group_noise(noise, shape, group_size, key, step) for step in plan.noise_steps for key in keys]
     all_noise = torch.stack(drawn) if drawn else start.new_empty(0, group_size, *shape)
     member_noise = all_noise.unflatten(0, (len(plan.noise_steps), len(keys)))
-    anchor = walk_anchor(forwards, plan, levels, copied_to(policy.device, start), rows)
-    if timer is not None:
-        timer.lap("anchor")
-    member_noise = copied_to(policy.device, member_noise)
-    with ExitStack() as stack:
+    total = plan.nfe(group_size, policy.forwards_per_sample)["total"] * len(keys)
+    with ExitStack() as stack, phase("rollout", total, "forwards", repeated=True) as rollout:
+        forwards = CountedPolicy(policy, cond, rollout_batch, rollout.add)
+        anchor = walk_anchor(forwards, plan, levels, copied_to(policy.device, start), rows)
+        if timer is not None:
+            timer.lap("anchor")
+        member_noise = copied_to(policy.device, member_noise)
         exploration = run_branches(
             forwards,
             plan,

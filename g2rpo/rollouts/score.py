@@ -25,6 +25,7 @@ from g2rpo.rollouts.cells import CellJudge
 from g2rpo.rollouts.explore import Exploration
 from g2rpo.rollouts.first_images import FirstImages
 from g2rpo.rollouts.plan import Plan
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.random import keyed_generator
 from g2rpo.runtime.timing import Timer
 
@@ -138,7 +139,10 @@ def score(
     groupwise: dict[str, Any] = {name: r for name, r in rewards.items() if is_groupwise(r)}
     cells = CellJudge(groupwise, prompts, metadata, group_size, len(exploration.latents) * num_prompts)
     scores, kept_images, finite_images = [], [], []
-    with scoring(rewards.values()):
+    with (
+        scoring(rewards.values()),
+        phase("decoding and scoring", len(latents), "images", repeated=True) as progress,
+    ):
         for low in range(0, len(latents), decode_batch):
             batch = slice(low, low + decode_batch)
             pixels, finite = _decode(policy, latents[batch])
@@ -151,6 +155,7 @@ def score(
             batch_scores = score_batch(pointwise, pixels, image_prompts, image_metadata)
             scores.append(batch_scores.masked_fill(~finite, torch.nan))
             cells.add(pixels, finite)
+            progress.add(len(pixels))
             if timer is not None:
                 timer.lap("reward")
             if first_images is not None:

@@ -40,8 +40,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from g2rpo.run.folder import INDEX, PICKLED_INDEX, index_problem, warn_once
-from g2rpo.run.tensor_files import ChecksummedReader, ChecksummedWriter, StoredChunk, unsafe_function
+from g2rpo.run.tensor_files import (
+    ChecksummedReader,
+    ChecksummedWriter,
+    StoredChunk,
+    chunk_checksum,
+    unsafe_function,
+)
 from g2rpo.runtime.files import write_atomic
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.records import DamagedFile
 
 FORMAT = 1
@@ -149,6 +156,30 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     }
     load_tensors(Path(path), tensors)
     return tensors
+
+
+def check_tensors(path: Path) -> None:
+    """Compares the checksums of all tensors of a checkpoint, of which it holds one chunk at a time.
+
+    Raises:
+        DamagedFile: a file is damaged or missing.
+        ValueError: the files contain code.
+    """
+    stored = read_index(path).storage_data
+    total = sum(chunk.length for chunk in stored.values()) / 1e9
+    chunks = sorted(stored.values(), key=lambda chunk: (chunk.relative_path, chunk.offset))
+    with phase(f"checking {path.name}", total, "GB") as checking:
+        for chunk in chunks:
+            try:
+                found = chunk_checksum(path / chunk.relative_path, chunk.offset, chunk.length)
+            except OSError as error:
+                raise DamagedFile(f"{path / chunk.relative_path} cannot be read: {error.strerror}") from error
+            if (written := getattr(chunk, "crc32", None)) not in (None, found):
+                raise DamagedFile(
+                    f"{path} is damaged: {chunk.relative_path} has the checksum {found} at byte "
+                    f"{chunk.offset}, and {written} was stored when it was written"
+                )
+            checking.add(chunk.length / 1e9)
 
 
 def pickled_values(path: Path) -> dict[str, Any]:

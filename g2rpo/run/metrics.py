@@ -1,46 +1,44 @@
-"""The metrics of a run: metrics.jsonl and TensorBoard event files.
+"""The metrics of a run: metrics.jsonl.
 
 metrics.jsonl has one JSON object per line with at least `step`. When a run is resumed, the lines after its
 checkpoint are removed; all other bytes stay as they are. A line is written completely or not at all, also
 when the disk is full; the lines before a checkpoint are on the disk when the checkpoint is.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from g2rpo.runtime.files import append_line, disk_errors, disk_full, write_atomic
+from g2rpo.runtime.files import append_line, disk_errors, write_atomic
 from g2rpo.runtime.processes import rank
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 LOG = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends to OUT/metrics.jsonl and, on request, to TensorBoard events; on the first process only."""
+    """Appends to OUT/metrics.jsonl and passes metrics and images to `sinks`; on the first process only."""
 
-    def __init__(self, out: str | Path, *, resumed_step: int | None = None, tensorboard: bool = True) -> None:
-        """Opens the files.
+    def __init__(
+        self, out: str | Path, *, resumed_step: int | None = None, sinks: Sequence[MetricsSink] = ()
+    ) -> None:
+        """Opens the file.
 
         Args:
             out: run folder; created if it does not exist.
             resumed_step: iteration of the checkpoint that is resumed; later lines are removed. None starts a
                 new run, whose file must not contain lines yet.
-            tensorboard: write event files too.
+            sinks: get every line and all images as well.
 
         Raises:
             ValueError: a new run where the file has lines of an earlier one, or an invalid line in the file.
         """
-        self._out = Path(out)
-        self._writes = False
-        self._events: SummaryWriter | None = None
+        self._out, self._sinks, self._writes = Path(out), list(sinks), False
         self.path = self._out / "metrics.jsonl"
         if rank():
             return
@@ -52,19 +50,16 @@ class MetricsWriter:
         with disk_errors(self.path):
             self.path.touch()
         self._writes = True
-        if tensorboard:
-            from torch.utils import tensorboard as events
 
-            purge = None if resumed_step is None else resumed_step + 1
-            _keep_full_disk_quiet()
-            with disk_errors(self._out / EVENTS):
-                self._events = events.SummaryWriter(str(self._out), purge_step=purge)
+    def add_sink(self, sink: MetricsSink) -> None:
+        """Passes lines and images to one more sink from now on."""
+        self._sinks.append(sink)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Writes one line, and its numbers to TensorBoard. NaN and infinity, which JSON lacks, become null.
+        """Writes one line. NaN and infinity, which JSON lacks, become null.
 
         Raises:
-            DiskFull: there is no space; the line is not in the file, or only the events are incomplete.
+            DiskFull: there is no space; the line is not in the file, or only a sink lacks it.
             ValueError: `step` is missing.
         """
         if "step" not in metrics:
@@ -72,31 +67,26 @@ class MetricsWriter:
         line = {name: _finite(value) for name, value in metrics.items()}
         if self._writes:
             append_line(self.path, json.dumps(line, ensure_ascii=False, allow_nan=False))
-        if self._events is not None:
-            with disk_errors(self._out / EVENTS):
-                for name, value in metrics.items():
-                    if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                        self._events.add_scalar(name, value, global_step=metrics["step"])
+        for sink in self._sinks:
+            sink.log(metrics)
 
-    def images(self, name: str, step: int, image: Any) -> None:
-        """Adds an image to TensorBoard only: tensor [3, H, W] in [0, 1]."""
-        if self._events is not None:
-            with disk_errors(self._out / EVENTS):
-                self._events.add_image(name, image, global_step=step)
+    def images(self, name: str, step: int, images: Any) -> None:
+        """Passes images to the sinks: tensor [N, 3, H, W] in [0, 1]."""
+        for sink in self._sinks:
+            sink.images(name, step, images)
 
     def close(self) -> None:
-        """Flushes and closes the files.
+        """Ends the sinks.
 
         Raises:
-            DiskFull: there is no space for the events.
+            DiskFull: there is no space for what a sink still has to write.
         """
         self._writes = False
-        events, self._events = self._events, None
-        if events is not None:
-            with disk_errors(self._out / EVENTS):
-                events.close()
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.finish()
 
-    def __enter__(self) -> "MetricsWriter":
+    def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(
@@ -109,19 +99,17 @@ class MetricsWriter:
                 raise
 
 
-EVENTS = "events.out.tfevents.*"
+class MetricsSink(Protocol):
+    """What gets the metrics besides the file: the loggers of a run (run/loggers.py)."""
 
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Takes one line of metrics."""
 
-def _keep_full_disk_quiet() -> None:
-    """Omits the traceback of TensorBoard's thread on a full disk: the next call raises the same error."""
-    before = threading.excepthook
+    def images(self, title: str, step: int, images: Any) -> None:
+        """Takes images, [N, 3, H, W] in [0, 1]."""
 
-    def hook(error: threading.ExceptHookArgs) -> None:
-        is_full = error.exc_value is not None and disk_full(Path(EVENTS), error.exc_value) is not None
-        if not (is_full and "_AsyncWriter" in type(error.thread).__name__):
-            before(error)
-
-    threading.excepthook = hook
+    def finish(self) -> None:
+        """Nothing more will come."""
 
 
 def _finite(value: Any) -> Any:

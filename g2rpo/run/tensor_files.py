@@ -247,6 +247,16 @@ def assign_chunks(
     return assigned
 
 
+def chunk_checksum(path: Path, offset: int, length: int) -> str:
+    """The checksum of a part of a file, as `StoredChunk.crc32`; a file that ends before it has another."""
+    checksum = 0
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while length > 0 and (content := file.read(min(length, WRITE_BYTES))):
+            checksum, length = zlib.crc32(content, checksum), length - len(content)
+    return f"{checksum:08x}"
+
+
 def _crc32(content: memoryview) -> str:
     return f"{zlib.crc32(content):08x}"
 

@@ -96,9 +96,29 @@ def _at_once(count: int) -> str:
     return f"To stop at once and lose unfinished work, press Ctrl-C {times}."
 
 
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def acknowledging(listener: Callable[[str], None]) -> Iterator[None]:
+    """Gives the lines that acknowledge signals to `listener` within the block, instead of to stderr.
+
+    Args:
+        listener: called from signal handlers, so it must not write to a stream or wait for a lock.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 def _say(line: str) -> None:
     """Writes a line on stderr from a signal handler, which may have interrupted a write to `sys.stderr`."""
     if os.environ.get("RANK", "").strip() in ("", "0"):
+        if _listeners:
+            _listeners[-1](line)
+            return
         with suppress(OSError):  # nobody reads it
             os.write(2, f"{line}\n".encode("ascii", "replace"))
 

@@ -39,6 +39,10 @@ REQUIRED = (
 )
 OPTIONAL = {
     "tensorboard": ("curves in TensorBoard", "pip install tensorboard"),
+    **{
+        name: (f"the logger {name}", f"pip install {name}")
+        for name in ("wandb", "trackio", "swanlab", "mlflow")
+    },
     "torchao": ("AdamW's moments and tails in 8 bits", "pip install torchao"),
     "rapidocr": ("the reward ocr", "pip install rapidocr onnxruntime rapidfuzz"),
     "pyarrow": ("prompts in parquet files", "pip install pyarrow"),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 
 from g2rpo.config.settings import Settings
 from g2rpo.costs.disk import check_disk
@@ -31,7 +30,7 @@ from g2rpo.runtime.processes import (
     resolve_device,
     world_size,
 )
-from g2rpo.runtime.progress import show_progress
+from g2rpo.runtime.progress import note
 from g2rpo.training.run_prompts import RunPrompts
 
 INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
@@ -87,26 +86,25 @@ class EmbedResult:
     truncations: list[Truncation]
 
 
-def embed_run(settings: Settings, *, console: Console | None = None) -> EmbedResult:
+def embed_run(settings: Settings, *, say: Callable[[str], None] = note) -> EmbedResult:
     """Embeds all prompts of a run into the cache and reports what was done.
 
     With several processes (torchrun's RANK, WORLD_SIZE, LOCAL_RANK) each embeds a share; the first prints.
 
     Args:
-        console: where the first process prints; None = standard output.
+        say: receives the lines that the first process prints.
 
     Raises:
         ValueError: prompts or a model that cannot be read, or too little space for the embeddings.
     """
     check_environment(communicates=False)
     number, processes = environment_number("RANK", 0), max(1, environment_number("WORLD_SIZE", 1))
-    console = Console(quiet=True) if number else console or Console()
-    say = _printer(console)
+    say = _silent if number else say
     texts = RunPrompts.of(settings).texts
     policy = text_encoders(settings, _local_device(settings.device))
     # Shares of all prompts, not of the missing ones, because the processes read the cache at different times.
     share = texts[number::processes]
-    filling = _Filling(EmbeddingCache(settings.cache), policy, share, console)
+    filling = _Filling(EmbeddingCache(settings.cache), policy, share)
     already = len(share) - len(filling.missing)
     of_all = f" (this process's share of {processes}: {len(share)})" if processes > 1 else ""
     say(f"{len(texts)} different prompts{of_all}: {already} already embedded, {len(filling.missing)} to do")
@@ -153,26 +151,26 @@ def embed_missing(
         EmbeddingInterrupted: a signal reached any of the processes; raised on all of them.
         ValueError: an error of `embed_run`.
     """
-    console = Console(quiet=rank() > 0)
+    say = _silent if rank() else note
     loaded: Encoders | None = None
     if policy is None:
         policy = loaded = text_encoders(settings, device)
     cache = EmbeddingCache(settings.cache)
-    filling = _Filling(cache, policy, texts[rank() :: world_size()], console)
+    filling = _Filling(cache, policy, texts[rank() :: world_size()])
     for line in truncation_lines(policy, texts):
-        _printer(console)(line)
+        say(line)
     missing = len(cache.missing(policy, texts))
     if check and any_process(missing > 0):
         check_disk(settings, missing)
     if missing:
-        _printer(console)(f"embedding {missing} prompts")
+        say(f"embedding {missing} prompts")
     with interruptible() as interrupt:
         try:
             interrupt.together(filling.run)
             if any_process(interrupt.requested):  # the signal reached a process that had finished its share
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
-            _printer(console)(INTERRUPTED.format(sum(gathered(filling.added))))
+            say(INTERRUPTED.format(sum(gathered(filling.added))))
             raise EmbeddingInterrupted from None
     if loaded is not None:
         loaded.text.unload()
@@ -181,27 +179,22 @@ def embed_missing(
 
 
 class _Filling:
-    """Embeds one process's prompts into the cache, with progress on a console.
+    """Embeds one process's prompts into the cache.
 
     Attributes:
         missing: prompts that were not in the cache at the start.
         added: number of these that have been embedded so far.
     """
 
-    def __init__(
-        self, cache: EmbeddingCache, encoders: Encoder, prompts: Sequence[str], console: Console
-    ) -> None:
-        self._cache, self._encoders, self._console = cache, encoders, console
+    def __init__(self, cache: EmbeddingCache, encoders: Encoder, prompts: Sequence[str]) -> None:
+        self._cache, self._encoders = cache, encoders
         self.missing, self.added = cache.missing(encoders, prompts, verify=True), 0
 
     def run(self) -> None:
-        with show_progress(len(self.missing), "prompts", "embedding", self._console) as progress:
+        def count(done: int, total: int) -> None:
+            self.added = done
 
-            def count(done: int, total: int) -> None:
-                self.added = done
-                progress(done)
-
-            self._cache.fill(self._encoders, self.missing, progress=count)
+        self._cache.fill(self._encoders, self.missing, progress=count)
 
 
 def _local_device(setting: str) -> torch.device:
@@ -211,8 +204,8 @@ def _local_device(setting: str) -> torch.device:
     return device
 
 
-def _printer(console: Console) -> Callable[[str], None]:
-    return lambda line: console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
+def _silent(line: str) -> None:
+    pass
 
 
 def _summary(report: ReadReport) -> str:

@@ -34,6 +34,7 @@ from g2rpo.rollouts.score import Rollout
 from g2rpo.run.warnings_file import append_warning
 from g2rpo.runtime.files import write_atomic
 from g2rpo.runtime.processes import any_process, gathered, rank, world_size
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.random import other_random_numbers
 from g2rpo.training.preflight_checks import (
     LIMITS,
@@ -98,9 +99,14 @@ class Preflight:
         pixels = images.to(device).float() / 255
         errors = {name: reward.last_error for name, reward in rewards.items()}
         # Other seeds, because a reward that draws random numbers must not draw the same again.
-        with other_random_numbers(self._settings.seed + 1), scoring(rewards.values()):
+        with (
+            other_random_numbers(self._settings.seed + 1),
+            scoring(rewards.values()),
+            phase("pre-flight, scoring again", len(rewards), "rewards") as again,
+        ):
             for name, reward in rewards.items():
                 self._second[name] = self._scores(reward, pixels).cpu()
+                again.add()
         for name, reward in rewards.items():  # that of the rollout, in case it stops the run
             reward.last_error = errors[name]
 

@@ -18,6 +18,7 @@ from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.dry_call import dry_call
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.runtime.processes import StopTogether, world_size
+from g2rpo.runtime.progress import phase
 from g2rpo.training.run_prompts import RunPrompts
 
 
@@ -64,7 +65,10 @@ def _dry_calls(
     size = _image_size(settings, policy)
     # Rewards that only evaluations use are never called without one.
     used = rewards if evaluated is not None or prompts.comparison.sets else settings.rewards
-    with scoring(rewards.values()):
+    with (
+        scoring(rewards.values()),
+        phase("checking rewards with blank images", len(used), "rewards") as checking,
+    ):
         for name, reward in ((name, reward) for name, reward in rewards.items() if name in used):
             pairs = [(prompt.text, prompt.metadata) for prompt in _two(prompts.trained or prompts.source)]
             if name not in settings.rewards and evaluated is not None:
@@ -79,6 +83,7 @@ def _dry_calls(
                 group_size=settings.group_size,
                 raises=settings.max_invalid_fraction < 1,
             )
+            checking.add()
 
 
 def _two(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -25,6 +25,7 @@ import torch
 
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.config.checks import check_files, check_tails
+from g2rpo.config.loggers import check_installed
 from g2rpo.config.settings import Settings
 from g2rpo.costs.disk import check_disk, export_note
 from g2rpo.costs.memory import agreed_rollout_batch
@@ -49,6 +50,7 @@ from g2rpo.run.environment import record_start
 from g2rpo.run.folder import latest_checkpoint, load_newest, read_state, repair_latest
 from g2rpo.run.groups import append_groups, truncate_groups
 from g2rpo.run.lock import begin_run, exclusive
+from g2rpo.run.loggers import Loggers, flat_settings
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import checkpoint_to_resume, describe_run, mark_finished, restart_note
 from g2rpo.run.warnings_file import truncate_warnings
@@ -58,13 +60,14 @@ from g2rpo.runtime.processes import (
     end_processes,
     environment_number,
     gathered,
+    is_first_process,
     rank,
     resolve_device,
     run_together,
     start_processes,
     world_size,
 )
-from g2rpo.runtime.progress import RunProgress
+from g2rpo.runtime.progress import RunProgress, note, phase
 from g2rpo.runtime.random import random_state, seed_everything
 from g2rpo.runtime.sharding import check_sharded, sharding_mesh
 from g2rpo.runtime.timing import Timer, peak_memory
@@ -75,7 +78,7 @@ from g2rpo.training.embed import EmbeddingInterrupted, embed_missing
 from g2rpo.training.guard import Guard, latent_metrics, mean_over_processes
 from g2rpo.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from g2rpo.training.preflight import Preflight
-from g2rpo.training.result import Run, interrupted_run
+from g2rpo.training.result import Run, finished_run, finished_text, interrupted_run, run_progress
 from g2rpo.training.reward_checks import loaded_and_checked
 from g2rpo.training.run_prompts import RunPrompts
 from g2rpo.training.side_files import rebuild_untrained
@@ -87,6 +90,8 @@ from g2rpo.training.update import NotFinite, reference_of, update, velocity_with
 def train(settings: Settings) -> Run:
     """Trains with these settings, or resumes the run in their run folder.
 
+    A run that is finished is not loaded again: a line says so, and its result is returned.
+
     Raises:
         ValueError: settings or files that do not fit, or another run is using the folder; raised before any
             model is loaded.
@@ -94,6 +99,9 @@ def train(settings: Settings) -> Run:
             that is not finite.
     """
     out = Path(_absolute_folders(settings)["out"])
+    if (done := finished_run(settings)) is not None:
+        note(finished_text(done))
+        return done
     try:
         with exclusive(out):
             return Trainer(settings).run()
@@ -105,6 +113,12 @@ def train(settings: Settings) -> Run:
 
 def _absolute_folders(settings: Settings) -> dict[str, str]:
     return {name: str(Path(getattr(settings, name)).expanduser().absolute()) for name in ("out", "cache")}
+
+
+def _check_before_loading(settings: Settings) -> None:
+    check_files(settings)
+    if is_first_process():  # the others have no loggers
+        check_installed(settings.loggers)
 
 
 def _use_deterministic_algorithms() -> None:
@@ -142,7 +156,7 @@ class Trainer:
         """
         components = Components(policy, rewards, algorithm)
         self.recorded_settings = settings = components.recorded(settings)
-        check_files(settings)
+        _check_before_loading(settings)
         # Code of a reward may change the working directory; the run stays in its folders.
         settings = settings.model_copy(update=_absolute_folders(settings))
         processes = max(1, environment_number("WORLD_SIZE", 1))
@@ -272,11 +286,16 @@ class Trainer:
         if self.checkpoint is not None:
             repair_latest(self.out, self.checkpoint)
         truncate_warnings(self.out, self.step or -1)
-        writer = MetricsWriter(self.out, resumed_step=self.step or -1, tensorboard=settings.tensorboard)
+        writer = MetricsWriter(self.out, resumed_step=self.step or -1)
         if rank() == 0:
             truncate_groups(self.out, self.step or -1)
             record_start(self.out, self.step, self.policy.device)
-        with writer, RunProgress(settings.iterations, self.step) as progress, interruptible() as interrupt:
+        writer.add_sink(self._loggers())
+        with (
+            writer,
+            run_progress(self.out, settings.iterations, self.step) as progress,
+            interruptible() as interrupt,
+        ):
             self.interrupt, self.random = interrupt, random_state()
             progress.note(describe_run(settings, self.algorithm, self.policy, self.parameters, self.step))
             notes += [refresh_best(self.out, settings.keep_best, self.step), self.prompt_report]
@@ -294,12 +313,22 @@ class Trainer:
                 if error.steps_done == 0:  # else the weights are half an update on
                     self.save()
                 raise not_finite(self.out, self.step + 1, error) from error
-        finished = self.step == settings.iterations
-        if rank() == 0:
-            write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
-            if finished:
-                mark_finished(self.out, self.step)
+            finished = self.step == settings.iterations
+            if rank() == 0:  # before the loggers end, which may take a while
+                write_curves(self.out / "curve.png", read_metrics(self.out / "metrics.jsonl"))
+                if finished:
+                    mark_finished(self.out, self.step)
         return Run(self.out, self.step, finished, False, changes)
+
+    def _loggers(self) -> Loggers:
+        """Starts the loggers of the settings."""
+        return Loggers(
+            self.settings.loggers,
+            self.out,
+            flat_settings(self.recorded_settings),
+            resumed_step=self.step or -1,
+            on_cpu=self.policy.device.type == "cpu",
+        )
 
     def _rebuild_side_files(self) -> list[str]:
         """Writes damaged records of the untrained model again; returns notes that name them.
@@ -319,7 +348,8 @@ class Trainer:
             return
         state = {"module": root_module(self.policy), "optimizer": self.optimizer, "focus": self.curriculum}
         state |= self._copies()
-        loaded = load_newest(self.out, lambda path: load_checkpoint(path, state))  # with its generators
+        with phase("loading the checkpoint"):
+            loaded = load_newest(self.out, lambda path: load_checkpoint(path, state))  # with its generators
         if loaded is None:
             raise ValueError(f"{self.checkpoint} was removed while the run was starting")
         self.checkpoint, stored = loaded
@@ -336,11 +366,12 @@ class Trainer:
     ) -> list[Change]:
         """Runs the iterations, with the images and evaluations before, between and after them."""
         descriptions = run_together(lambda: [reward.describe() for reward in self.rewards.values()])
-        for note in filter(None, (*notes, *descriptions)):
-            progress.note(note)
+        for line in filter(None, (*notes, *descriptions)):
+            progress.note(line)
         if self.step == 0 and self.comparison.sets:
             progress.note("drawing with the untrained model")
-            self.comparison.draw_before(self.evaluator, self.out)
+            with phase("images before training"):
+                self.comparison.draw_before(self.evaluator, self.out)
         if self._evaluate(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
             self.save(best=True)
         if self.step > 0:
@@ -353,7 +384,7 @@ class Trainer:
             self._heed_guard(progress)
             if any_process(self.interrupt.requested):
                 raise KeyboardInterrupt
-        return self._after(progress) if self.step == self.settings.iterations else []
+        return self._after(writer, progress) if self.step == self.settings.iterations else []
 
     def _save_timed(self, best: bool, progress: RunProgress) -> None:
         began = time.perf_counter()
@@ -399,11 +430,12 @@ class Trainer:
             self.checks.end_iteration()
             seconds = time.perf_counter() - began
             metrics = {"step": self.step, "seconds": seconds, **rollout_metrics, **update_metrics}
-            writer.write(metrics | self.checkpoint_seconds | peak_memory(self.policy.device))
+            memory = peak_memory(self.policy.device)
+            writer.write(metrics | self.checkpoint_seconds | memory)
             self.guard.observe(metrics)
             self.checkpoint_seconds = {}
             self.mid_update, self.random = False, random_state()
-        progress.update(metrics)
+        progress.update(metrics | memory)
 
     def explore(self) -> tuple[list[Rollout], Conditioning, dict[str, float]]:
         """First half of an iteration: takes its prompts, samples their groups and scores the images.
@@ -543,7 +575,7 @@ class Trainer:
         state["step_checks"] = self.checks.state_dict()
         state |= self._copies()
         keep = {"keep_last": self.settings.keep_last, "keep_every": self.settings.keep_every}
-        with self.interrupt.deferred():  # half a checkpoint is none
+        with self.interrupt.deferred(), phase("saving a checkpoint", repeated=True):  # half of one is none
             save_checkpoint(self.out, self.step, state, best=reward, **keep)
 
     def _evaluate(self, writer: MetricsWriter, progress: RunProgress, *, missing: bool = False) -> bool:
@@ -558,11 +590,19 @@ class Trainer:
             return False
         return any_process(rank() == 0 and is_best(self.out, reward, self.step))
 
-    def _after(self, progress: RunProgress) -> list[Change]:
+    def _after(self, writer: MetricsWriter, progress: RunProgress) -> list[Change]:
         """Samples and scores the images of `draw_before` again, and writes the table and the pairs."""
         if not self.comparison.sets:
             return []
         progress.note("drawing the same with the trained model")
-        with self.interrupt.around(swapped_weights(self.parameters, self.ema)):
+        with (
+            self.interrupt.around(swapped_weights(self.parameters, self.ema)),
+            phase("images after training"),
+        ):
             subject = f"{subject_of(self.settings)} for {self.settings.iterations} iterations"
-            return self.comparison.draw_after(self.evaluator, self.out, list(self.settings.rewards), subject)
+            changes = self.comparison.draw_after(
+                self.evaluator, self.out, list(self.settings.rewards), subject
+            )
+        if rank() == 0:
+            writer.images("before_after", self.step, self.comparison.pairs(self.out))
+        return changes

@@ -24,6 +24,7 @@ from torch import Tensor
 from g2rpo.models.policy import Conditioning, Policy, root_module, trained_parameters
 from g2rpo.objectives.base import ROLLOUT_RATIO, Loss, Objective, Rows
 from g2rpo.runtime.processes import gathered, world_size
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.sharding import full_tensor
 from g2rpo.training.ema import swapped_weights
 from g2rpo.training.optimizer import fill_missing_gradients
@@ -116,27 +117,30 @@ def update(
     snapshots = [loop.snapshot(part, batches) if when == "first" else None for part, batches, _ in steps]
     parameters = list(trained_parameters(policy).values())
     metrics: list[dict[str, Tensor]] = []
-    for number, (part, batches, num_rows) in enumerate(steps):
-        snapshot = loop.snapshot(part, batches) if when == "each" else snapshots[number]
-        prepared = objective.prepare(part, snapshot)
-        optimizer.zero_grad(set_to_none=True)
-        measured = loop.measured()
-        of_step = loop.backward(prepared, batches, num_rows, snapshot)
-        fill_missing_gradients(parameters)
-        of_step["grad_norm"] = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
-        if number == 0:
-            before_first_step(loop.ratio_noise(parts, snapshots))
-        try:
-            loss = of_step.get("loss", torch.zeros_like(of_step["grad_norm"]))
-            accepted = checks.accepts(loss, of_step["grad_norm"], number, len(steps), len(metrics))
-        except NotFinite:
+    num_batches = sum(len(batches) for _, batches, _ in steps)
+    with phase("update", num_batches, "batches", repeated=True) as progress:
+        loop.count = progress.add
+        for number, (part, batches, num_rows) in enumerate(steps):
+            snapshot = loop.snapshot(part, batches) if when == "each" else snapshots[number]
+            prepared = objective.prepare(part, snapshot)
             optimizer.zero_grad(set_to_none=True)
-            raise
-        if accepted:
-            optimizer.step()
-            metrics.append(of_step)
-        else:
-            loop.restore(measured)
+            measured = loop.measured()
+            of_step = loop.backward(prepared, batches, num_rows, snapshot)
+            fill_missing_gradients(parameters)
+            of_step["grad_norm"] = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+            if number == 0:
+                before_first_step(loop.ratio_noise(parts, snapshots))
+            try:
+                loss = of_step.get("loss", torch.zeros_like(of_step["grad_norm"]))
+                accepted = checks.accepts(loss, of_step["grad_norm"], number, len(steps), len(metrics))
+            except NotFinite:
+                optimizer.zero_grad(set_to_none=True)
+                raise
+            if accepted:
+                optimizer.step()
+                metrics.append(of_step)
+            else:
+                loop.restore(measured)
     optimizer.zero_grad(set_to_none=True)  # the next rollout needs the memory of the gradients
     names = dict.fromkeys(name for of_step in metrics for name in of_step)
     none = parts[0].x.new_zeros(())  # of a step that has rows on other processes only
@@ -170,6 +174,7 @@ class _Loop:
         filler: a row that makes up for missing ones.
         maxima: metric -> its largest value so far.
         by_step: metric -> noise steps and values of the rows so far.
+        count: called after each batch whose gradient was added.
     """
 
     def __init__(
@@ -185,6 +190,7 @@ class _Loop:
         self.reference, self.behaviour, self.filler = reference, behaviour, filler
         self.maxima: dict[str, Tensor] = {}
         self.by_step: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.count: Callable[[], None] = lambda: None
 
     def batches(self, part: Rows, size: int) -> tuple[list[_Batch], int]:
         """The batches of an optimizer step's rows, and the number of rows of all processes.
@@ -270,6 +276,7 @@ class _Loop:
             velocity = self._velocity(self.policy.velocity, rows, batch)
             if batch.index is None:
                 (velocity.sum() * 0.0).backward()
+                self.count()
                 continue
             of_batch = None if snapshot is None else {n: v[batch.index] for n, v in snapshot.items()}
             loss = self.objective.loss(
@@ -280,6 +287,7 @@ class _Loop:
             for name, value in {**loss.mean, "loss": loss.value}.items():
                 means[name] = means.get(name, 0.0) + value.detach() * share
             self._measure(loss)
+            self.count()
         return means
 
     def largest(self) -> dict[str, float]:

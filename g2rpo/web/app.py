@@ -73,10 +73,6 @@ THEME = gr.themes.Soft(
     button_primary_background_fill_dark="*primary_700",
     button_primary_background_fill_hover_dark="*primary_600",
     button_primary_text_color="white",
-    checkbox_label_background_fill_selected="*primary_700",
-    checkbox_label_background_fill_selected_dark="*primary_700",
-    checkbox_label_text_color_selected="white",
-    checkbox_label_text_color_selected_dark="white",
 )
 
 

@@ -25,7 +25,7 @@ TEXTS = ["a red circle … ±3 × “two” é", "ein blauer Stern, größer als
 
 def train_words(tmp_path, out="run", **changes):
     values = {**SMALL, "iterations": 3, "checkpoint_every": 9, "rewards": "{colourfulness=1.0}"} | changes
-    values |= {"granularities": "[1]", "tensorboard": "false"}
+    values |= {"granularities": "[1]"}
     words = [f"{key}={value}" for key, value in values.items()]
     return ["train", "tiny", *words, f"cache={tmp_path / 'cache'}", f"out={tmp_path / out}"]
 
@@ -245,7 +245,7 @@ def closed_and_homeless(words, cwd, files) -> None:
 
 
 def test_a_user_without_home_and_closed_descriptors(tmp_path):
-    words = [*train_words(tmp_path, iterations=1), "tensorboard=true"]
+    words = train_words(tmp_path, iterations=1, loggers="tensorboard")
     process = FORKS.Process(target=closed_and_homeless, args=(words, tmp_path, [None, tmp_path / "stderr"]))
     process.start()
     process.join(TIMEOUT_SECONDS)

@@ -103,7 +103,7 @@ def test_overrides_win_and_are_typed():
         ],
     )
     assert (settings.lr, settings.group_size, settings.option("train_steps")) == (1e-5, 4, [0, 2])
-    assert settings.tensorboard is False
+    assert settings.loggers == []
     assert settings.out == "2025-01-31"  # not a date
     assert settings.rewards == {"tiny_preference": 1.0, "verifier": 0.5}
     assert load_settings("tiny", ["rewards={verifier=1}"]).rewards == {"verifier": 1.0}

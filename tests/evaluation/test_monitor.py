@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from g2rpo.data.prompts import Prompt
 from g2rpo.evaluation.before_after import OWN, UNSEEN, Comparison
@@ -147,9 +146,8 @@ def test_what_an_interrupt_cut_off_is_made_up_for(tmp_path):
     grid = tmp_path / "samples" / "step_000002" / "grid.png"
 
     def evaluate(step, plan=plan):
-        quiet = RunProgress(4, console=Console(quiet=True))
-        with MetricsWriter(tmp_path, resumed_step=step, tensorboard=False) as writer:
-            plan.evaluate_if_due(painter(), tmp_path, step, writer, quiet, ends=False, missing=True)
+        with MetricsWriter(tmp_path, resumed_step=step) as writer, RunProgress(4) as progress:
+            plan.evaluate_if_due(painter(), tmp_path, step, writer, progress, ends=False, missing=True)
         return [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
 
     assert evaluate(1) == [] and not grid.exists()  # not due

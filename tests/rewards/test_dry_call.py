@@ -270,7 +270,7 @@ def train_in(folder, *overrides):
 def test_no_peer_hangs_where_one_process_finds_it(tmp_path, name, message, iteration):
     (tmp_path / "dry.py").write_text(MODULE)
     settings = SMALL | {"num_steps": 3, "granularities": [1], "checkpoint_every": 100, "iterations": 3}
-    settings |= {"tensorboard": "false", "out": tmp_path / "run", "cache": tmp_path / "cache"}
+    settings |= {"out": tmp_path / "run", "cache": tmp_path / "cache"}
     words = [f"{key}={value}" for key, value in settings.items() if key != "rewards"]
     words.append(f'rewards={{"dry:{name}"=1.0}}')
     ended = run_processes(2, train_in, tmp_path, *words, log=tmp_path / "log")

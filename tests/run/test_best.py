@@ -119,7 +119,6 @@ def test_the_command_says_so(judge, tmp_path):
         "cache": tmp_path / "cache",
         "out": tmp_path / "run",
         "iterations": 2,
-        "tensorboard": "false",
     }
     words = [
         f"{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in values.items()

@@ -1,4 +1,3 @@
-import io
 import json
 import math
 import subprocess
@@ -6,15 +5,12 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from g2rpo.config.load import load_settings
 from g2rpo.run.checkpoint import save_checkpoint
 from g2rpo.run.groups import truncate_groups
 from g2rpo.run.metrics import MetricsWriter, read_metrics
 from g2rpo.run.run import check_metrics, checkpoint_to_resume
-from g2rpo.runtime.progress import RunProgress, format_seconds
 
 
 def line(step: int, **more: float) -> dict[str, float]:
@@ -22,26 +18,25 @@ def line(step: int, **more: float) -> dict[str, float]:
 
 
 def test_a_line_an_iteration_that_any_json_reader_takes(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(line(1, loss=math.nan, ratio_max_dev=math.inf))
         # Line-buffered: it is there before anything is closed.
         raw = (tmp_path / "metrics.jsonl").read_text()
         writer.write(line(2, loss=0.1))
     assert json.loads(raw, parse_constant=pytest.fail) == line(1, loss=None, ratio_max_dev=None)
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == line(2, loss=0.1)  # floats come back bit by bit
-    assert not list(tmp_path.glob("events*"))
 
 
 def test_resume_cuts_what_came_after_and_nothing_else(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step in (1, 2, 3, 4):
             writer.write(line(step))
         writer.write({"step": 2, "eval/verifier": 0.5})  # out of order: the step decides, not the position
     with open(path, "a") as file:
         file.write('{"step": 5, "nf')  # killed here
     before = path.read_bytes().split(b"\n")
-    with MetricsWriter(tmp_path, resumed_step=2, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, resumed_step=2) as writer:
         assert path.read_bytes().split(b"\n") == [before[0], before[1], before[4], b""]
         writer.write(line(3, again=1))
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 2, 3]
@@ -51,7 +46,7 @@ def test_resume_cuts_what_came_after_and_nothing_else(tmp_path):
 def test_a_torn_line_goes_even_if_nothing_else_does(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2')
-    with MetricsWriter(tmp_path, resumed_step=9, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, resumed_step=9) as writer:
         writer.write({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -60,7 +55,7 @@ def test_resume_at_the_end_leaves_the_file_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{ "step":  2 }\n')
     inode = path.stat().st_ino
-    MetricsWriter(tmp_path, resumed_step=2, tensorboard=False).close()
+    MetricsWriter(tmp_path, resumed_step=2).close()
     assert path.read_text() == '{"step": 1}\n{ "step":  2 }\n' and path.stat().st_ino == inode
 
 
@@ -68,83 +63,16 @@ def test_a_broken_line_is_not_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nfive\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
-        MetricsWriter(tmp_path, resumed_step=2, tensorboard=False)
+        MetricsWriter(tmp_path, resumed_step=2)
     assert path.read_text() == '{"step": 1}\nfive\n{"step": 2}\n'
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="earlier run"):
-        MetricsWriter(tmp_path, tensorboard=False)
+        MetricsWriter(tmp_path)
     with pytest.raises(ValueError, match="step"):
-        MetricsWriter(tmp_path / "new", tensorboard=False).write({"loss": 1.0})
-
-
-def test_tensorboard_shows_the_resumed_run_only(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write(line(step, note="text", flag=True))
-    with MetricsWriter(tmp_path, resumed_step=1) as writer:
-        writer.write(line(2, loss=0.5))
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"nfe", "reward/verifier", "loss"}
-    assert [event.step for event in events.Scalars("nfe")] == [1, 2]
-
-
-def printed(terminal: bool) -> str:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=120, legacy_windows=False)
-    with RunProgress(4, done=1, console=console) as progress:
-        progress.note("samples [written]")
-        progress.update(line(2))
-        progress.update(line(3))
-    return stream.getvalue()
-
-
-def test_progress_in_a_log_is_plain_lines():
-    lines = printed(terminal=False).splitlines()
-    assert lines[0] == "samples [written]"
-    assert len(lines) == 3 and "\x1b" not in "".join(lines)
-    assert lines[1].startswith("step 2/4  verifier 0.2000  NFE/s ") and lines[2].startswith("step 3/4")
-
-
-def test_progress_on_a_terminal_is_one_live_table():
-    text = printed(terminal=True)
-    assert "3/4" in text and "verifier" in text and "\x1b[" in text
-
-
-def test_progress_counts_forwards_and_time_since_the_resume(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    stream = io.StringIO()
-    progress = RunProgress(13, done=10, console=Console(file=stream, width=120))
-    now[0] += 50  # one iteration of 50 s with 100 forwards; two are left
-    progress.update(line(11))
-    assert "NFE/s 2  left 1 min 40 s" in stream.getvalue()
-
-
-def test_progress_leaves_out_what_comes_once_before_the_first_iteration(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    stream = io.StringIO()
-    progress = RunProgress(4, console=Console(file=stream, width=120))
-    now[0] += 1000 + 50  # images before training, then an iteration of 50 s
-    progress.update({**line(1), "seconds": 50.0})
-    now[0] += 70  # the next took 50 s, an evaluation 20 s: that comes again
-    progress.update({**line(2), "seconds": 50.0})
-    first, second = stream.getvalue().splitlines()
-    assert "NFE/s 2  left 2 min 30 s" in first and "left 2 min 00 s" in second
-
-
-def test_times():
-    assert [format_seconds(s) for s in (0, 59.4, 61, 3599.6, 7620)] == [
-        "0 s",
-        "59 s",
-        "1 min 01 s",
-        "1 h 00 min",
-        "2 h 07 min",
-    ]
+        MetricsWriter(tmp_path / "new").write({"loss": 1.0})
 
 
 def test_a_line_is_written_completely_or_not_at_all(tmp_path):
@@ -155,7 +83,7 @@ import resource
 from pathlib import Path
 from g2rpo.run.metrics import MetricsWriter
 from g2rpo.runtime.files import DiskFull
-writer = MetricsWriter({str(tmp_path)!r}, tensorboard=False)
+writer = MetricsWriter({str(tmp_path)!r})
 writer.write({{"step": 1, "loss": 0.5}})
 size = Path({str(path)!r}).stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))

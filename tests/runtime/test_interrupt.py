@@ -322,7 +322,7 @@ def test_compare_under_timeout_waits_for_its_runs_checkpoints(tmp_path):
     """`timeout` signals the command and its group: the server of its runs, too, which is in that group."""
     small = [f"{key}={value}" for key, value in SMALL.items() if key not in ("rewards", "granularities")]
     small += ["granularities=[1]", "iterations=500", f"cache={tmp_path / 'cache'}", "checkpoint_every=500"]
-    small += ["tensorboard=false", "--seeds", "0,1", "--jobs", "2", "--out", str(tmp_path / "out")]
+    small += ["--seeds", "0,1", "--jobs", "2", "--out", str(tmp_path / "out")]
     command = [sys.executable, "-m", "g2rpo", "compare", "tiny", *small]
     # Slow disks: who does not wait for its runs is gone before they have written.
     slow = "import os, time\nsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.4), sync(file))[1]\n"

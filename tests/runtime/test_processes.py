@@ -17,8 +17,8 @@ from g2rpo.training.embed import embed_run
 TINY = [
     f"{key}={value}"
     for key, value in {**SMALL, "iterations": 1, "rewards": "{colourfulness=1.0}"}.items()
-    if key not in ("granularities", "tensorboard")
-] + ["granularities=[1,2]", "tensorboard=false", "rollout_batch=8"]
+    if key not in ("granularities", "loggers")
+] + ["granularities=[1,2]", "loggers=[]", "rollout_batch=8"]
 
 
 @pytest.mark.parametrize("text, number", [("", 5), ("  ", 5), ("0", 0), (" 3 ", 3)])

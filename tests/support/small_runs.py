@@ -18,7 +18,7 @@ SMALL = {
     "num_sample_prompts": 1,
     "compare_images": 0,
     "eval_num_steps": 2,
-    "tensorboard": False,
+    "loggers": [],
     "warmup_iterations": 0,
     "ema_decay": 0.0,
     "device": "cpu",

@@ -1,6 +1,5 @@
 """Embedding ahead of a run: exactly its prompts, the same bits, whatever interrupts it, however many work."""
 
-import io
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from support.policies import load
 from support.random_flux import WORDS, save_random_flux
 from typer.testing import CliRunner
@@ -51,9 +49,9 @@ def settings(model, tmp_path):
 
 def embed_and_capture(settings: Settings):
     """The result of `embed_run` and its output."""
-    stream = io.StringIO()
-    done = embed_run(settings, console=Console(file=stream, width=300))
-    return done, stream.getvalue()
+    lines: list[str] = []
+    done = embed_run(settings, say=lines.append)
+    return done, "".join(f"{line}\n" for line in lines)
 
 
 def texts_of(settings: Settings) -> list[str]:
@@ -100,7 +98,7 @@ def test_a_run_finds_everything_it_wants(settings, tmp_path, monkeypatch):
         "eval_every": 1,
     }
     embedded = settings(**changes, cache=str(tmp_path / "ahead"))
-    embed_run(embedded, console=Console(quiet=True))
+    embed_run(embedded, say=len)
     files = shards(embedded)
     without = settings(**changes, cache=str(tmp_path / "alone"))
     train(without)
@@ -180,16 +178,16 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
     assert "embedding 5 prompts\n" in stopped.output
     assert "interrupted; 2 embeddings are kept, the same command goes on\n" in stopped.output
     done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.exit_code == 0 and "step 2/2" in done.output and "3/3 prompts, " in done.output
+    assert done.exit_code == 0 and "iteration 2/2" in done.output and "embedding 3 prompts\n" in done.output
     assert encoded[4:] == texts_of(run)[2:]
 
 
 def test_slow_encoders_write_often(settings, monkeypatch):
     monkeypatch.setattr("g2rpo.data.embeddings.SHARD_SECONDS", 0.0)
-    embed_run(settings(), console=Console(quiet=True))
+    embed_run(settings(), say=len)
     assert len(shards(settings())) == 5
     monkeypatch.setattr("g2rpo.data.embeddings.SHARD_SECONDS", 100.0)
-    embed_run(settings(iterations=40), console=Console(quiet=True))
+    embed_run(settings(iterations=40), say=len)
     assert len(shards(settings())) == 6
 
 
@@ -248,10 +246,10 @@ def test_too_little_space_is_reported_before_hours_of_work(settings, monkeypatch
     row = 12 * 32 * 4 + 32 * 4  # T5's 12 tokens and CLIP's pooled embedding, 32 numbers each, float32
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10 * row, row, 4 * row))
     with pytest.raises(ValueError, match="do not fit"):
-        embed_run(settings(), console=Console(quiet=True))
+        embed_run(settings(), say=len)
     assert not shards(settings())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10 * row, row, 5 * row))
-    assert embed_run(settings(), console=Console(quiet=True)).added == 5
+    assert embed_run(settings(), say=len).added == 5
 
 
 @pytest.mark.long

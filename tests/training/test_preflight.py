@@ -96,7 +96,7 @@ def test_it_changes_no_number_and_measures_what_the_metrics_say(run, monkeypatch
     (line,) = read_warnings(done.out)
     assert line["kind"] == "preflight" and line["step"] == 0 and warning in line["message"]
     assert f"pre-flight warning: {warning}" in shown and shown.count("pre-flight: ") == 4
-    assert shown.index("pre-flight") < shown.index("step 1/2")
+    assert shown.index("pre-flight") < shown.index("iteration 1/2")
 
 
 def test_a_resumed_run_does_not_repeat_it_unless_settings_changed(run, tmp_path, capsys):

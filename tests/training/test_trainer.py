@@ -45,7 +45,7 @@ def test_a_run_leaves_what_the_design_says(run, tmp_path):
         num_eval_prompts=2,
         sample_every=1,
         compare_images=2,
-        tensorboard=True,
+        loggers=["tensorboard"],
         eval_rewards=["verifier"],
     )
     out = tmp_path / "run"

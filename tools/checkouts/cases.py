@@ -154,6 +154,7 @@ UNVARIED = {
     "negative_prompt": "a setting that BASE lacks; its default is the empty prompt of BASE",
     "on_nonfinite": "a setting that BASE lacks; its default is what BASE does",
     "max_skips": "a setting that BASE lacks; without on_nonfinite=skip it has no effect",
+    "loggers": "the cases give its earlier form `tensorboard`, which BASE has and NEW reads",
     "on_warning": "a setting that BASE lacks; its default changes no number",
 }
 # Values that only lead to a refusal on a machine without a GPU.

@@ -32,6 +32,8 @@ NOT_COMPARED_KEYS = {
     "peak_memory_gb": "memory",
     "out": "the run folder, which a checkout may make absolute",
     "cache": "the embedding cache, which a checkout may make absolute",
+    "tensorboard": "the earlier form of loggers, which changes no number",
+    "loggers": "likewise",
     "files": "sizes of a checkpoint's files, whose format may change",
     "optimizer": "its settings, which a3a5320 stored with the tensors; resumed runs show that both are read",
     "stop_after": "where a run was stopped; a resumed run differs from a whole one",

@@ -15,6 +15,7 @@ from torch import nn
 
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.reading import PICKLED_ENDINGS, all_finite, index_files, read_header
+from g2rpo.runtime.progress import phase
 
 STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 """Names of the weight file of a part; with `.index.json`, names of the index of several files."""
@@ -67,9 +68,10 @@ def load_module(kind: Any, folder: Path, **options: Any) -> Any:
     """
     check_part(folder)
     try:
-        module, report = kind.from_pretrained(
-            folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
-        )
+        with phase(folder.name):
+            module, report = kind.from_pretrained(
+                folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+            )
     except OSError as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{folder} cannot be loaded as a {kind.__name__}: {text}") from error

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from g2rpo.models.loading.damage import safetensors_damage
 from g2rpo.models.loading.files import read_json
 from g2rpo.models.loading.rows import Source
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.sharding import local
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
@@ -235,21 +236,29 @@ def copy_rows(module: nn.Module, locations: Locations) -> None:
 
     check_dtypes(locations)
     parameters = dict(module.named_parameters())
-    for path in dict.fromkeys(path for path, _ in locations.values()):
-        with safe_open(path, framework="pt") as file:
-            for name, (source_path, source) in locations.items():
-                first, last = local_rows(parameters[name])
-                if source_path == path and first < last:
-                    stored: Any = file.get_slice(source.key)
-                    rows = source.read(stored, first, last)
-                    parameter = local(parameters[name])
-                    parameter.copy_(rows)
-                    # The check costs nothing on the device; float8 has neither infinities nor this reduction.
-                    if not all_finite(parameter if parameter.dtype.itemsize > 1 else rows):
-                        raise ValueError(
-                            f"{path}: {source.key} has NaN or infinite values; weights must be finite: "
-                            "fetch the file again, or use an earlier checkpoint"
-                        )
+    with phase("weights", len(locations), "tensors") as reading:
+        for path in dict.fromkeys(path for path, _ in locations.values()):
+            with safe_open(path, framework="pt") as file:
+                for name, (source_path, source) in locations.items():
+                    if source_path == path:
+                        _copy(parameters[name], path, file, source)
+                        reading.add()
+
+
+def _copy(target: Tensor, path: Path, file: Any, source: Source) -> None:
+    """Copies this process's rows of one parameter from an open file."""
+    first, last = local_rows(target)
+    if first >= last:
+        return
+    rows = source.read(file.get_slice(source.key), first, last)
+    parameter = local(target)
+    parameter.copy_(rows)
+    # The check costs nothing on the device; float8 has neither infinities nor this reduction.
+    if not all_finite(parameter if parameter.dtype.itemsize > 1 else rows):
+        raise ValueError(
+            f"{path}: {source.key} has NaN or infinite values; weights must be finite: fetch the file again, "
+            "or use an earlier checkpoint"
+        )
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:

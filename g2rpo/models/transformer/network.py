@@ -22,6 +22,7 @@ from g2rpo.models.loading.reading import local_rows, read_weights, weight_files
 from g2rpo.models.options import PolicyOptions
 from g2rpo.models.transformer.architecture import Architecture
 from g2rpo.models.transformer.weights import add_lora, check_weights, load_weights, lora_layers
+from g2rpo.runtime.progress import phase
 from g2rpo.runtime.random import key_seed
 from g2rpo.runtime.sharding import local, shard
 
@@ -217,11 +218,14 @@ def fill_randomly(module: nn.Module) -> None:
     Matrices are standard normal over the square root of the number of inputs, norms are 1 and biases are 0.
     The values do not depend on the number of processes, but on the type of device.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.ndim < 2:
-            local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        generator = torch.Generator(parameter.device).manual_seed(key_seed(0, name))
-        noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-        first, last = local_rows(parameter)
-        local(parameter).copy_(noise[first:last] / parameter.shape[1] ** 0.5)
+    parameters = dict(module.named_parameters())
+    with phase("random weights", len(parameters), "tensors") as filling:
+        for name, parameter in parameters.items():
+            filling.add()
+            if parameter.ndim < 2:
+                local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            generator = torch.Generator(parameter.device).manual_seed(key_seed(0, name))
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            first, last = local_rows(parameter)
+            local(parameter).copy_(noise[first:last] / parameter.shape[1] ** 0.5)
