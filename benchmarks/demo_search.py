@@ -5,7 +5,8 @@
 
 ARMS.json maps a name to settings on top of the recipe `tiny`. Where they do not name `eval_prompts`, the runs
 are judged on held-out prompts that the demo's own comparison does not use; {out}/many_train.txt and
-{out}/many_heldout.txt are prompts of three objects or more. results/demo_search/sweep8.json (seeds 11, 12) and
+{out}/many_heldout.txt are prompts of three objects or more.
+results/demo_search/sweep8.json (seeds 11, 12) and
 sweep9.json (seeds 21, 22) have the settings and gains of the arms so far. For every arm
 the table has the mean gain of each metric and its smallest number of standard errors over the seeds.
 """
