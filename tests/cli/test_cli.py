@@ -29,6 +29,7 @@ COMMANDS = (
     "gallery",
     "compare",
     "report",
+    "demo",
     "export",
     "doctor",
 )

@@ -183,9 +183,11 @@ def test_plan_counts_the_evaluation_prompts_that_there_are(tmp_path):
         settings = load_settings("tiny", given)
         evaluated = RunPrompts.of(settings).evaluation.evaluated
         assert evaluated is not None
-        # Three evaluations of 4 steps, and two grids of num_sample_prompts images.
+        # Three evaluations of 4 steps, and two grids of num_sample_prompts images; the guard draws the same
+        # prompts once and compares three states of each at every evaluation.
         grids = 2 * settings.num_sample_prompts
         forwards[count] = plan_here(settings).eval_forwards
-        assert forwards[count] == 4 * (3 * len(evaluated.prompts) + grids)
+        guard = len(evaluated.prompts) * (4 + 3 * 3)
+        assert forwards[count] == 4 * (3 * len(evaluated.prompts) + grids) + guard
     assert forwards[2] == forwards[3] == forwards[100_000] != forwards[1]
     assert any("has 2 prompts for num_eval_prompts=100000" in note for note in RunPrompts.of(settings).notes)

@@ -221,10 +221,10 @@ def changes_nothing(draw: Any, folder: Path) -> Bad:
 
 
 def _images(folder: Path) -> list[bytes]:
-    """Pixels of the images of a folder."""
+    """Pixels of the images of a folder; their grid names the model."""
     from PIL import Image
 
-    return [Image.open(path).convert("RGB").tobytes() for path in sorted(folder.glob("*.png"))]
+    return [Image.open(path).convert("RGB").tobytes() for path in sorted(folder.glob("[0-9]*.png"))]
 
 
 def _reference(tensors: dict[str, Any], folder: Path) -> list[bytes]:

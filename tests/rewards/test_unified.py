@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_no_number_and_spoils_nothing_else(caplog):
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == len({*lines})  # each reason once
         assert any(
-            "no Style score in the answer (Alignment Score (1-5): 4 Coherence" in line for line in lines
+            "no Style score in the answer (Alignment Score (1-5): 4\\nCoherence" in line for line in lines
         )
         assert any("within max_tokens=512" in line for line in lines)
         reward.last_error = None
