@@ -227,7 +227,7 @@ table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tab
 th, td {{ padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; min-width: 4.5rem; }}
 th:first-child {{ text-align: left; min-width: 6rem; }} tbody th {{ font-weight: 600; }}
 .dense table {{ font-size: .8rem; }} .dense th, .dense td {{ padding: .3rem .4rem; }}
-.many th, .many td {{ min-width: 3.2rem; }}
+.many th, .many td {{ min-width: 3rem; }} .many th:first-child {{ min-width: 7.5rem; }}
 thead th {{ background: var(--panel); font-weight: 600; vertical-align: bottom; }}
 details {{ margin: 1rem 0; }} summary {{ cursor: pointer; color: var(--link); }}
 pre {{ background: var(--panel); padding: .7rem; overflow-x: auto; font-size: .82rem; }}
