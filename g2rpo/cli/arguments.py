@@ -6,9 +6,17 @@ from typing import Annotated, Literal
 
 import typer
 
-Device = Literal["auto", "cpu", "cuda"]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="Device; `auto` uses a GPU if there is one.")
+]
 
-Precision = Literal["float32", "tf32", "bfloat16"]
+PRECISIONS = Literal["float32", "tf32", "bfloat16"]
+
+Precision = Annotated[
+    PRECISIONS | None, typer.Option(help="Precision. Default: that of the run or export, otherwise float32.")
+]
+
+Base = Annotated[str | None, typer.Option(help="Base model of a LoRA or of weights without a config.")]
 
 Recipe = Annotated[
     str | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g2rpo.cli.arguments import Device, Family, Precision
+from g2rpo.cli.arguments import Base, Device, Family, Precision
 from g2rpo.cli.console import resolution_of, search_current_folder, writable_folder
 
 
@@ -31,15 +31,10 @@ def demo(
         str | None,
         typer.Option(metavar="SIDE|HxW", help="Size of the images in pixels. Default: each model's own."),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Base model of a LoRA or of weights without a config.")
-    ] = None,
+    base: Base = None,
     family: Family = None,
-    device: Annotated[Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")] = "auto",
-    precision: Annotated[
-        Precision | None,
-        typer.Option(help="Precision. Default: that of the run or export, otherwise float32."),
-    ] = None,
+    device: Device = "auto",
+    precision: Precision = None,
 ) -> None:
     """Open a web page to generate images, explore a group, watch runs and vote between two models.
 

@@ -44,10 +44,10 @@ Resolution = Annotated[
     ),
 ]
 Family = arguments.Family
-Base = Annotated[str | None, typer.Option(help="Base model of LoRAs and of weights without a config.")]
-Device = Annotated[arguments.Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")]
+Base = arguments.Base
+Device = arguments.Device
 Precision = Annotated[
-    arguments.Precision | None,
+    arguments.PRECISIONS | None,
     typer.Option(help="Precision of all models. Default: the first model's."),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Images per forward, of the models and of the rewards.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g2rpo.cli.arguments import Device, Family, Precision
+from g2rpo.cli.arguments import Base, Device, Family, Precision
 from g2rpo.cli.console import (
     positive_number,
     prompt_texts,
@@ -61,15 +61,10 @@ def sample(
             help="Side of an image in pixels, or height and width, such as 512x768. Default: the model's.",
         ),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Base model of a LoRA or of weights without a config.")
-    ] = None,
+    base: Base = None,
     family: Family = None,
-    device: Annotated[Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")] = "auto",
-    precision: Annotated[
-        Precision | None,
-        typer.Option(help="Precision. Default: that of the run or export, otherwise float32."),
-    ] = None,
+    device: Device = "auto",
+    precision: Precision = None,
     batch: Annotated[int, typer.Option(min=1, help="Images per forward; memory grows with it.")] = 16,
 ) -> None:
     """Draw images with one model, or with two from the same seeds.

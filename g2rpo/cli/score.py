@@ -30,7 +30,7 @@ def score(
     ] = None,
     option: RewardOptions = None,
     out: Annotated[Path, typer.Option(help="Folder of scores.csv and scores.json.")] = Path("scores"),
-    device: Annotated[Device, typer.Option(help="Device; `auto` uses a GPU if there is one.")] = "auto",
+    device: Device = "auto",
     batch: Annotated[
         int, typer.Option(min=1, help="Images per forward of a reward; memory grows with it.")
     ] = 16,

@@ -65,7 +65,9 @@ def _print_result(run: Run, settings: Settings) -> None:
     prompts = shlex.quote(settings.eval_prompts or settings.prompts)
     sampling = f"--steps {settings.eval_num_steps} --shift {settings.option('shift'):g}"
     family = f" --family {shlex.quote(settings.family)}" if settings.family else ""
-    print(f"The run is in {settings.out}. Compare its images with those of its base, or export the model:")
+    print(f"The run is in {settings.out}. Read its report, open the web page, draw more pairs, or export it:")
+    print(f"  g2rpo report {out}")
+    print(f"  g2rpo demo {out}")
     print(f"  g2rpo sample {out} --compare {model} --prompts {prompts} --limit 8 {sampling}{family}")
     print(f"  g2rpo export {out}{family}")
     if settings.keep_best and (kept := kept_best(run.out))[0]:
