@@ -23,13 +23,22 @@ class Series:
 
     Attributes:
         name: its name in the legend.
-        points: (x, y, half width of the band or None), in ascending order of x, without NaN.
+        points: (x, y, half width of the band or None), in ascending order of x. Points whose y is not finite
+            are left out, such as the loss of an iteration without an update; a band that is not is None.
         dots: whether points are marked, for a few measured points.
     """
 
     name: str
     points: Sequence[tuple[float, float, float | None]]
     dots: bool = False
+
+    def __post_init__(self) -> None:
+        finite = [
+            (x, y, band if band is not None and math.isfinite(band) else None)
+            for x, y, band in self.points
+            if math.isfinite(y)
+        ]
+        object.__setattr__(self, "points", finite)
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -65,7 +65,7 @@ HEALTH = (
 )
 """Metrics of the health charts, with their titles."""
 
-BY_METRIC = ("fall_z",)
+BY_METRIC = ("fall_z", "reward_drift")
 """Signals of the guard that have a value per metric; the others have one per noise step."""
 
 
@@ -333,8 +333,8 @@ def _guard_charts(record: RunRecord) -> tuple[list[Any], str]:
         several = [metric_series(lines, key, key.removeprefix(f"guard/{signal}/")) for key in keys]
         several = [series for series in several if series.points]
         if several:
-            titles = {len(keys) == 1: signal, signal in BY_METRIC: f"{signal} by metric"}
-            charts[titles.get(True, f"{signal} by noise step")] = several
+            by = " by metric" if signal in BY_METRIC else " by noise step" if len(keys) > 1 else ""
+            charts[signal + by] = several
     return _changing(charts)
 
 

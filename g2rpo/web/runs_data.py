@@ -6,7 +6,6 @@ model. Every function takes the folder from a fixed list of runs, never a path o
 
 from __future__ import annotations
 
-import math
 import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -257,19 +256,14 @@ def _charts(
     charts = []
     for key in keys:
         lines = [
-            Series(run, points, drawn.dots)
+            Series(run, drawn.points, drawn.dots)
             for run, record in records.items()
-            if (points := _finite((drawn := series(record, key)).points))
+            if (drawn := series(record, key)).points
         ]
         if lines:
             only = f" ({lines[0].name} only)" if len(lines) == 1 < len(records) else ""
             charts.append(line_chart(title(key, records) + only, lines))
     return tuple(charts)
-
-
-def _finite(points: Sequence[Point]) -> list[Point]:
-    """The points that can be drawn: an iteration without an update has a loss of NaN, for example."""
-    return [point for point in points if all(math.isfinite(value or 0.0) for value in point)]
 
 
 def _health(records: Mapping[str, RunRecord]) -> tuple[Markup, ...]:

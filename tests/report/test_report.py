@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.measured_runs import lines, write_run
+from support.measured_runs import lines, write_run, write_samples
 from typer.testing import CliRunner
 
 from g2rpo.cli.app import app
-from g2rpo.inference.images import save_png, to_pil
+from g2rpo.inference.images import to_pil
 from g2rpo.report.charts import Series, heat_map, line_chart, number, signed
 from g2rpo.report.findings import Gain, by_noise_step, cost_rows, differences, gains
 from g2rpo.report.health import preflight_rows
@@ -46,12 +46,8 @@ def run(tmp_path_factory):
         line |= {"grad_norm": 1.0, "seconds_anchor": 0.5, "seconds_tails": 1.0} if "nfe" in line else {}
     write_run(folder, given, rewards={"tiny_clip": 1.0})
     (folder / "finished").write_text("10\n")
-    generator = torch.Generator().manual_seed(0)
-    for step in STEPS:
-        for i in range(2):
-            image = torch.rand(3, 16, 16, generator=generator)
-            save_png(image, folder / "samples" / f"step_{step:06d}" / f"{i:04d}.png", HOSTILE, {"seed": i})
-        (folder / "samples" / f"step_{step:06d}" / "grid.png").touch()
+    write_samples(folder, STEPS, HOSTILE)
+    generator = torch.Generator().manual_seed(1)
     prompts, seeds = [HOSTILE, "two stars", "three stars", "a cat"], [1, 2, 3, 4]
     before, after = [0.1, 0.2, 0.3, 0.4], [0.3, 0.5, 0.7, 0.6]
     for when in ("before", "after"):
@@ -349,6 +345,9 @@ def test_long_runs_keep_the_ends_of_the_slider():
 
 def test_a_chart_describes_itself():
     chart = line_chart("Reward", [Series("mine", [(1, 0.5, 0.1), (9, 0.75, None)])])
+    nan = float("nan")
+    unclean = [(0, nan, 0.1), (1, 0.5, 0.1), (5, float("inf"), None), (9, 0.75, nan)]
+    assert line_chart("Reward", [Series("mine", unclean)]) == chart
     assert 'aria-label="Reward: mine from 0.5 at iteration 1 to 0.75 at 9"' in chart
     with pytest.raises(ValueError, match="nothing to draw"):
         line_chart("Reward", [Series("mine", [])])

@@ -9,11 +9,9 @@ import sys
 import time
 
 import pytest
-import torch
-from support.measured_runs import lines, write_run
+from support.measured_runs import lines, write_run, write_samples
 from support.small_runs import SMALL, quiet, wait_for
 
-from g2rpo.inference.images import save_png
 from g2rpo.run.lock import LOCK, read_holder
 from g2rpo.run.metrics import read_metrics
 from g2rpo.web.runs_data import (
@@ -36,12 +34,7 @@ def made_run(folder, values=(0.1, 0.2, 0.3, 0.4), steps=(0, 2, 4), rewards=None,
         {**line, "invalid_fraction": 0.25, "grad_norm": 1.5} if "nfe" in line else line for line in given
     ]
     write_run(folder, given, rewards=rewards or {"tiny_clip": 1.0}, **settings)
-    generator = torch.Generator().manual_seed(0)
-    for step in steps:
-        for i in range(2):
-            image = torch.rand(3, 16, 16, generator=generator)
-            save_png(image, folder / "samples" / f"step_{step:06d}" / f"{i:04d}.png", HOSTILE, {"seed": i})
-        (folder / "samples" / f"step_{step:06d}" / "grid.png").touch()
+    write_samples(folder, steps, HOSTILE)
     return folder
 
 
