@@ -28,6 +28,8 @@ def with_loggers(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     given = values.get(EARLIER)
     if given is None:
         return kept
+    if isinstance(given, str):  # such as False, as Python writes it
+        given = {"true": True, "false": False}.get(given.lower(), given)
     place = f"{where}: " if where else ""
     if kept.get("loggers") is not None:
         raise ValueError(f"{place}{EARLIER} is the earlier name of loggers; give loggers alone")

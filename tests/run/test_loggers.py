@@ -208,6 +208,8 @@ def test_settings_are_flat_and_hold_no_secret():
         ('loggers=["wandb"]', ["wandb"]),
         ("tensorboard=false", []),  # the earlier setting
         ("tensorboard=true", ["tensorboard"]),
+        ("tensorboard=False", []),  # as Python writes it
+        ("tensorboard=True", ["tensorboard"]),
     ],
 )
 def test_loggers_on_the_command_line(tmp_path, override, loggers):
