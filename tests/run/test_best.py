@@ -32,17 +32,22 @@ RUN = SMALL | {
 }
 
 
-@pytest.fixture
-def judge(monkeypatch):
-    """A reward with prescribed scores, one per evaluation."""
-    module = types.ModuleType("scripted")
+def prescribed(next_score):
+    """A reward that gives all images of a call the next score."""
 
     def score(images, prompts, metadata):
         if images.flatten(1).std(1).max() == 0:  # the blank images of the call before a run
             return torch.zeros(len(images))
-        return torch.full((len(images),), module.says.pop(0))
+        return torch.full((len(images),), next_score())
 
-    module.judge = score
+    return score
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """A reward with prescribed scores, one per evaluation."""
+    module = types.ModuleType("scripted")
+    module.judge = prescribed(lambda: module.says.pop(0))
     monkeypatch.setitem(sys.modules, "scripted", module)
     return module
 
@@ -211,7 +216,7 @@ def test_evaluations_of_another_kind_are_not_compared(train):
 def test_another_judge_has_its_own_best(train, judge, tmp_path):
     two = {"eval_rewards": ["scripted:judge", "scripted:other"], "keep_last": 9, "checkpoint_every": 1}
     said = [0.1, 0.2, 0.3, 0.2]
-    judge.other = lambda images, prompts, metadata: torch.full((len(images),), said.pop(0))
+    judge.other = prescribed(lambda: said.pop(0))
     done = train([0.1, 0.5, 0.4, 0.3], iterations=3, **two)
     assert kept_best(done.out) == ("step_000001", "scripted:judge")
     train([], iterations=3, **two | {"keep_best": "scripted:other"})
