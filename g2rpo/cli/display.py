@@ -18,7 +18,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,10 @@ class _Stream:
         self._partial = ""  # a line that is not complete yet
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str) or not self._display.is_live:
-            self._write_partial()
-            return int(self._stream.write(text))
+        with self._display.unless_live() as plain:
+            if plain or not isinstance(text, str):
+                self._write_partial()
+                return int(self._stream.write(text))
         *lines, self._partial = (self._partial + text).split("\n")
         # What precedes a carriage return was to be overwritten, such as earlier states of a progress bar.
         self._display.print_lines(line.rstrip("\r").rpartition("\r")[2] for line in lines)
@@ -88,8 +90,9 @@ class _Stream:
             self.write(line)
 
     def flush(self) -> None:
-        if not self._display.is_live:
-            self._write_partial()
+        with self._display.unless_live() as plain:
+            if plain:
+                self._write_partial()
         self._stream.flush()
 
     def _write_partial(self) -> None:
@@ -104,48 +107,53 @@ class _Stream:
 class LiveDisplay:
     """Shows phases and the state of a run in a few lines that are redrawn in place.
 
+    One thread draws everything. A stop signal raises KeyboardInterrupt in the main thread, whatever it does:
+    if it were drawing, the lines on the terminal would no longer be those that the display remembers, and
+    parts of the block would stay. In the same way, what a destructor or a library prints while that thread
+    draws is kept until it has drawn.
+
     Attributes:
         is_live: these lines are on the terminal now.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the terminal, and of the change to and from `is_live`
         self._phases: list[Phase] = []
         self._status: RunStatus | None = None
         self._live: Live | None = None
         self._console: Console | None = None
         self._closed = False
         self._pending: SimpleQueue[str] = SimpleQueue()
+        self._process = os.getpid()
+        # A SimpleQueue can be used again while it is in use: a destructor that prints may come at any moment.
+        self._work: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._drawer = threading.Thread(target=self._draw_all, name="g2rpo-display", daemon=True)
+        self._drawer.start()
 
     @property
     def is_live(self) -> bool:
         return self._live is not None
 
     def note(self, text: str) -> None:
-        with self._lock:
-            self.print_lines(text.split("\n"))
+        self.print_lines(text.split("\n"))
 
     def begin(self, phase: Phase) -> None:
-        with self._lock:
-            self._phases.append(phase)
+        self._phases.append(phase)
         TICKER.watch(self)
 
     def end(self, phase: Phase) -> None:
-        with self._lock:
-            if phase in self._phases:
-                self._phases.remove(phase)
-            self._rest()
+        with suppress(ValueError):  # an interrupted one may not have begun
+            self._phases.remove(phase)
+        self._rest()
 
     def run(self, status: RunStatus | None, *, iteration: bool = False) -> None:
-        with self._lock:
-            if status is None and self._live is not None and self._status is not None:
-                self._live.transient = False  # the last state stays on the terminal
-                self._stop()
+        if status is None:
+            self._draw(self._leave)
+        else:
             self._status = status
-            if status is not None:
-                TICKER.watch(self)
-            self._rest()
+            TICKER.watch(self)
+        self._rest()
 
     def later(self, text: str) -> None:
         """Prints a line soon, from another thread: a signal handler may have interrupted this one."""
@@ -157,50 +165,123 @@ class LiveDisplay:
 
     def tick(self) -> None:
         """Redraws; called regularly while there is something to show."""
-        with self._lock:
-            if self._closed:
-                return
-            self._print_pending()
-            if self._live is None and self._is_due():
-                self._start()
-            self._refresh()
+        self._draw(self._redraw)
 
     def close(self) -> None:
         """Removes the display and leaves the terminal as it was."""
-        with self._lock:
-            self._closed, self._phases, self._status = True, [], None
-            self._rest()
+        TICKER.forget(self)
+        self._draw(self._remove)
+        self._closed = True
+        self._work.put(None)
+        self._drawer.join()
 
     def print_lines(self, lines: Iterable[str]) -> None:
-        """Prints lines above the display, as they are."""
-        from rich.text import Text
+        """Prints lines above the display, as they are; returns when they are written."""
+        text = list(lines)
+        if threading.current_thread() is self._drawer:
+            for line in text:
+                self._pending.put(line)
+        elif self._is_drawn:
+            self._draw(lambda: self._print(text))
+        else:
+            print(*text, sep="\n", file=self._stream, flush=True)
 
-        with self._lock:
-            for line in lines:
-                if self._live is None or self._console is None:
-                    print(line, file=self._stream, flush=True)
-                else:
-                    text = Text.from_ansi(line, no_wrap=True, overflow="ignore")
-                    self._console.print(text, soft_wrap=True, highlight=False)
+    @contextmanager
+    def unless_live(self) -> Iterator[bool]:
+        """Yields whether a stream may be written directly, which stays so within the block if it is True."""
+        if not self._is_drawn:
+            yield True
+        elif threading.current_thread() is self._drawer:
+            yield False
+        else:
+            with self._lock:
+                if not self.is_live:
+                    yield True
+                    return
+            yield False
 
-    def _is_due(self) -> bool:
-        if self._status is not None:
-            return True
-        return bool(self._phases) and time.monotonic() - self._phases[0].began >= APPEARS_AFTER
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether there is a thread that draws; a fork of the process has none."""
+        return not self._closed and os.getpid() == self._process
 
     def _rest(self) -> None:
         """Removes the display if there is nothing to show."""
         if not self._phases and self._status is None:
             TICKER.forget(self)
+            self._draw(self._remove_if_idle)
+
+    def _draw(self, work: Callable[[], None]) -> None:
+        """Lets the thread that draws do `work`, and waits for it."""
+        if self._is_drawn:
+            done: Future[None] = Future()
+            self._work.put((done, work))
+            while self._drawer.is_alive() and not wait([done], 1.0).done:
+                pass
+            if done.done():
+                done.result()
+
+    # Everything below runs in the thread that draws.
+
+    def _draw_all(self) -> None:
+        while (item := self._work.get()) is not None:
+            done, work = item
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _print(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._print_line(line)
+        self._print_pending()
+
+    def _print_line(self, line: str) -> None:
+        from rich.text import Text
+
+        if self._live is None or self._console is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            text = Text.from_ansi(line, no_wrap=True, overflow="ignore")
+            self._console.print(text, soft_wrap=True, highlight=False)
+
+    def _redraw(self) -> None:
+        self._print_pending()
+        if self._live is None and self._is_due():
+            self._start()
+        if self._live is not None:
+            self._live.refresh()
+
+    def _is_due(self) -> bool:
+        if self._status is not None:
+            return True
+        phases = list(self._phases)
+        return bool(phases) and time.monotonic() - phases[0].began >= APPEARS_AFTER
+
+    def _leave(self) -> None:
+        """The run has ended: its last state stays on the terminal."""
+        if self._live is not None and self._status is not None:
+            self._live.transient = False
+            self._stop()
+        self._status = None
+
+    def _remove_if_idle(self) -> None:
+        if not self._phases and self._status is None:
             self._stop()
 
+    def _remove(self) -> None:
+        self._phases, self._status = [], None
+        self._stop()
+
     def _stop(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            try:
-                live.stop()
-            finally:  # also if a second Ctrl-C comes here
-                live.console.show_cursor(True)
+        if self._live is not None:
+            with self._lock:
+                try:
+                    self._live.stop()
+                finally:
+                    self._live = None
             self._print_pending()
 
     def _start(self) -> None:
@@ -216,19 +297,14 @@ class LiveDisplay:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        live.start()
-        self._live = live
-
-    def _refresh(self) -> None:
-        if self._live is not None:
-            self._live.refresh()
+        with self._lock:
+            live.start()
+            self._live = live
 
     def _print_pending(self) -> None:
-        while True:
-            try:
-                self.print_lines([self._pending.get_nowait()])
-            except Empty:
-                return
+        with suppress(Empty):
+            while True:
+                self._print_line(self._pending.get_nowait())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines of the display, none wider than the terminal: wrapped lines could not be redrawn."""

@@ -12,7 +12,7 @@ import pytest
 from support.small_runs import quiet
 from support.terminal import ROOT, Terminal
 
-from g2rpo.cli.display import cropped, cropped_path, packed
+from g2rpo.cli.display import LiveDisplay, cropped, cropped_path, packed
 from g2rpo.run.metrics import read_metrics
 
 WORK = """
@@ -135,6 +135,73 @@ def test_a_pipe_gets_one_line_per_iteration():
     assert done.stderr == ""
 
 
+INTERRUPTED = """
+import signal, sys
+from g2rpo.cli import display
+from g2rpo.runtime.interrupt import interruptible
+from g2rpo.runtime.progress import RunProgress
+from g2rpo.runtime.stop_signals import command_signals
+
+class Rude:
+    \"\"\"A terminal at which somebody presses Ctrl-C while a line is half written.\"\"\"
+    def write(self, text):
+        half = len(text) // 2 if "the last note" in text else 0
+        sys.__stdout__.write(text[:half])
+        if half:
+            signal.raise_signal(signal.SIGINT)
+        sys.__stdout__.write(text[half:])
+        return len(text)
+    def __getattr__(self, name):
+        return getattr(sys.__stdout__, name)
+
+sys.stdout = Rude()
+with command_signals(), display.live_progress():
+    try:
+        with RunProgress(9) as progress, interruptible():
+            for step in range(1, 5):
+                progress.update({"step": step, "reward/hps": 0.25, "seconds": 0.5, "nfe": 10})
+                progress.sampled("a file")
+                display.TICKER._displays[0].tick()
+            progress.note("the last note")
+            raise SystemExit("the signal did not come")
+    except KeyboardInterrupt:
+        print("stopped")
+print("THE END")
+"""
+
+
+def test_a_signal_in_the_middle_of_a_drawing_leaves_one_block():
+    opened = Terminal(["-c", INTERRUPTED], columns=130)
+    lines = [line for line in opened.read(60).splitlines() if not line.startswith("hps")]
+    assert opened.process.returncode == 0, opened.text
+    block = [line for line in lines if line.startswith("iteration 4/9")]
+    assert len(block) == 1 and "iteration" not in "".join(lines).replace(block[0], ""), opened.text
+    (said,) = [line for line in lines if line.startswith("SIGINT: stopping")]
+    assert sorted(lines) == sorted(["the last note", said, block[0], "samples: a file", "stopped", "THE END"])
+
+
+def test_a_display_that_is_closed_prints_plain_lines(capsys):
+    display = LiveDisplay(sys.stdout)
+    display.close()
+    for _ in range(2):
+        display.tick()
+        display.note("one\ntwo")
+    assert capsys.readouterr().out == "one\ntwo\n" * 2
+
+
+def test_an_error_of_the_terminal_reaches_who_prints():
+    class Closed:
+        def write(self, text):
+            raise OSError("closed")
+
+        flush = write
+
+    display = LiveDisplay(Closed())
+    with pytest.raises(OSError, match="closed"):
+        display.note("one")
+    display.close()
+
+
 def test_texts_that_fit():
     assert packed(["one", "two", "three"], 9) == ["one   two", "three"]
     assert packed(["much too long"], 8) == ["much to…"]
@@ -157,9 +224,9 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_and_a_clean_terminal(tmp_path)
     text = opened.read(120)
     assert opened.process.returncode == 130, text
     assert text.count("SIGINT: stopping; finished work is kept") == 1
-    (block,) = re.findall(r"^iteration (\d+)/40", text, re.MULTILINE)
+    blocks = re.findall(r"^iteration (\d+)/40", text, re.MULTILINE)
     (saved,) = re.findall(r"interrupted; (\d+) iterations are saved", text)
-    assert block == saved and not opened.screen.cursor.hidden
+    assert blocks == [saved] and not opened.screen.cursor.hidden, text
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
         *range(1, int(saved) + 1)
     ]
