@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from g2rpo.config.hints import wrong_place
 from g2rpo.data.prompt_records import bad_character
 from g2rpo.data.prompts import check_source, is_absent
 from g2rpo.models.loading.damage import file_note
@@ -43,7 +44,14 @@ def check_rewards(settings: Settings) -> None:
     """Options must belong to a reward of the run."""
     used = {*settings.rewards, *settings.eval_rewards}
     if unused := [name for name in settings.reward_options if name not in used]:
-        raise ValueError(f"reward_options for {unused[0]!r}, which is in neither rewards nor eval_rewards")
+        name, options = unused[0], settings.reward_options[unused[0]]
+        for key in options:
+            if misplaced := wrong_place(key, type(settings).model_fields, f"reward_options.{name}"):
+                raise ValueError(misplaced)
+        raise ValueError(
+            f"reward_options for {name!r} ({', '.join(options)}), which is in neither rewards nor "
+            "eval_rewards; add the reward to one of them, or remove its options"
+        )
 
 
 def check_noise(settings: Settings) -> None:

@@ -101,6 +101,8 @@ def _name_for(key: str, known: list[str]) -> str | None:
         return NAMES_ELSEWHERE[plain]
     if plain in known:
         return plain
+    if near := difflib.get_close_matches(plain, known, n=1, cutoff=0.9):  # `update_batchs` is not `update`
+        return near[0]
     # `window_size` is `window`: the known name that begins the key; `num_window` ends with it.
     parts = [name for name in known if plain.startswith(f"{name}_") or plain.endswith(f"_{name}")]
     if parts:

@@ -106,10 +106,10 @@ def from_json_lines(text: str, path: Path, notes: list[str]) -> Iterator[Record]
         try:
             value = _json_value(line, where)
         except ValueError as error:
-            if isinstance(json_or_none(text), list | dict):
+            if isinstance(document := json_or_none(text), list | dict):
                 raise ValueError(
-                    f"{where}: the file is one JSON document, not JSON Lines, which has one object per line; "
-                    "name it .json"
+                    f"{where}: the file is {_kind(document)} over several lines, not JSON Lines, which has "
+                    "one object per line; name it .json"
                 ) from error
             raise
         kind = _kind(value)

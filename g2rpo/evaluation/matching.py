@@ -263,7 +263,7 @@ def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:
     for position, _, metadata in prompts:
         check_fields(metadata, f"{source}, {position}")
     if not prompts:
-        raise ValueError(f"{source} holds no prompts")
+        raise ValueError(f"{source} holds no prompts; give at least one, such as a line of text")
     return prompts
 
 

@@ -358,7 +358,7 @@ def test_a_reward_may_be_reached_another_way_but_not_be_another():
     check_same_run(saved, judged('{servers=["http://b/v1","http://c/v1"], model="M", timeout=9}'))
     with pytest.raises(ValueError, match="reward_options"):
         check_same_run(saved, judged('{servers=["http://a/v1"], model="other"}'))
-    with pytest.raises(ValueError, match="reward_options for 'hps', which is in neither"):
+    with pytest.raises(ValueError, match=r"reward_options for 'hps' \(path\), which is in neither"):
         load_settings("tiny", ['reward_options.hps={path="x"}'])
     assert load_settings("tiny", ["eval_rewards=['hps']", 'reward_options.hps={path="x"}']).reward_options
 

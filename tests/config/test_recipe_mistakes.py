@@ -58,6 +58,7 @@ RECIPES = {
     "num_inference_steps = 20\n": ["'num_steps'"],
     "groupsize = 8\n": ["did you mean 'group_size'"],
     "window_size = 4\n": ["'window_size'", "'window'", "mix_grpo", "algorithm=g2rpo"],
+    "update_batchs = 4\n": ["'update_batchs'", "did you mean 'update_batch'"],
     "window = 4\n": ["no window", "window is an option of", "mix_grpo"],
     "roll_bak = true\n": ["'roll_back'", "option of algorithm=mix_grpo"],
     "nft_beta = 0.1\n": ["no nft_beta", "option of nft"],
