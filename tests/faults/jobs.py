@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.outcomes import Outcome
+from faults.outcomes import TRACEBACK, Outcome
 from faults.tracing import Tracer, Trigger
 
 TIMEOUT_SECONDS = 300.0
@@ -256,6 +256,8 @@ def run_cases(
             if not keep and all(outcome.ok for outcome in outcomes):
                 shutil.rmtree(own, ignore_errors=True)
             return outcomes
+        except Exception as error:  # the case itself; the other cases go on
+            return [Outcome(name, "the case itself", TRACEBACK, repr(error))]
         several = isinstance(asked, list)
         processes = [_Process(job, own) for job in (asked if several else [asked])]
         active.append((name, own, case, processes, several))

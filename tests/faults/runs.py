@@ -56,8 +56,11 @@ def fingerprint(run: Path) -> dict[str, str]:
                 if path.suffix == ".jsonl"
                 else [path.read_text()]
             )
-            for number, line in enumerate(lines):
-                kept = _timeless(json.loads(line))
+            for number, line in enumerate(line for line in lines if line.strip()):  # readers skip empty lines
+                try:
+                    kept = _timeless(json.loads(line))
+                except ValueError:
+                    kept = line  # damage that is still there, so that the runs are not equal
                 if set(kept) - {"step"} if isinstance(kept, dict) else kept:
                     own[f"{name}, {number + 1}"] = json.dumps(kept, sort_keys=True)
         elif path.suffix == ".md":
