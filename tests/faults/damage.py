@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _judged(
             return _equal(world, folder) if named else (MESSAGE, "another checkpoint is used without a word")
         if result.code == 0:
             return LOST, "the run began again from nothing"
-        return refusal(result, Expected(file="step_00000[12]", allowed="checkpoint"))
+        return _refused(result, files)
     if result.code:
         refused = (
             refusal(result, Expected(file=files[0].name, allowed=".")) if begun else (MESSAGE, result.text)
@@ -155,6 +156,13 @@ def _judged(
             else (MESSAGE, f"metrics.jsonl is damaged, and nothing says so: {equal[1]}")
         )
     return _equal(world, folder, lost=_in_run(files[0], folder) if named else "")
+
+
+def _refused(result: Result, files: list[Path]) -> tuple[str, str]:
+    """Every checkpoint is damaged. Tensors are verified while they are read, after the model is made."""
+    if any(file.suffix == ".distcp" for file in files):
+        result = replace(result, trace={**result.trace, "counted": {}})
+    return refusal(result, Expected(file="step_00000[12]", allowed="checkpoint"))
 
 
 def _in_run(file: Path, folder: Path) -> str:
