@@ -3,6 +3,7 @@
 - Formulas become MathML, which browsers render without scripts.
 - Links that leave docs/ lead to generated pages (CONTRIBUTING.md, CHANGELOG.md) or to the source repository;
   without a `repo_url` in mkdocs.yml the path is shown instead of a link.
+- The mark `<!-- needs: gpu, weights -->` above a code block becomes a line that says so.
 - The line `<!-- settings -->` in docs/settings.md is replaced by the reference of all settings.
 """
 
@@ -24,6 +25,8 @@ GENERATED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md
 """Documents of the repository's root that are pages of the site, and their addresses there."""
 SETTINGS_MARK = "<!-- settings -->"
 
+_NEEDS = re.compile(r"^<!-- needs: (.*?) -->$", re.MULTILINE)
+_NEEDED = {"gpu": "a CUDA GPU", "weights": "published weights", "network": "a network connection"}
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _FORMULA = re.compile(r'<(div|span) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -42,6 +45,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Resolves links that leave docs/ and inserts the reference of the settings."""
     if SETTINGS_MARK in markdown:
         markdown = markdown.replace(SETTINGS_MARK, settings_markdown())
+    markdown = _NEEDS.sub(_needed, markdown)
     folder = posixpath.dirname(page.file.src_uri)
 
     def replaced(link: re.Match[str]) -> str:
@@ -53,6 +57,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Renders the formulas."""
     return _FORMULA.sub(_math, html)
+
+
+def _needed(mark: re.Match[str]) -> str:
+    words = [_NEEDED[word.strip()] for word in mark.group(1).split(",")]
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"*Needs {listed}:*\n{{ .needs }}\n"
 
 
 def _outside_of_fences(text: str, change: Any) -> str:
