@@ -7,6 +7,8 @@
 - The line `<!-- settings -->` in docs/settings.md is replaced by the reference of all settings.
 """
 
+import importlib
+import importlib.util
 import posixpath
 import re
 from pathlib import Path
@@ -44,7 +46,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Resolves links that leave docs/ and inserts the reference of the settings."""
     if SETTINGS_MARK in markdown:
-        markdown = markdown.replace(SETTINGS_MARK, settings_markdown())
+        markdown = markdown.replace(SETTINGS_MARK, _settings_reference())
     markdown = _NEEDS.sub(_needed, markdown)
     folder = posixpath.dirname(page.file.src_uri)
 
@@ -57,6 +59,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Renders the formulas."""
     return _FORMULA.sub(_math, html)
+
+
+def _settings_reference() -> str:
+    """The sections of the reference: the package's own where it has one, otherwise those of settings_page."""
+    if importlib.util.find_spec("g2rpo.config.reference") is None:
+        return settings_markdown()
+    page: str = importlib.import_module("g2rpo.config.reference").markdown()
+    return page[page.index("\n## ") :].strip()  # docs/settings.md has the title and the introduction
 
 
 def _needed(mark: re.Match[str]) -> str:
