@@ -16,6 +16,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -111,4 +112,7 @@ def _resolved(link: re.Match[str], folder: str, repo_url: str | None) -> str:
 def _math(formula: re.Match[str]) -> str:
     display = "block" if formula.group(2) == "[" else "inline"
     latex = formula.group(3).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
-    return convert(latex, display=display)
+    mathml = convert(latex, display=display)
+    if "\\" in mathml:  # a command that latex2mathml does not know is copied as text
+        raise PluginError(f"the formula {latex!r} has a command that cannot be rendered; write it in another way")
+    return mathml
