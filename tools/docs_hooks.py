@@ -114,5 +114,5 @@ def _math(formula: re.Match[str]) -> str:
     latex = formula.group(3).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
     mathml = convert(latex, display=display)
     if "\\" in mathml:  # a command that latex2mathml does not know is copied as text
-        raise PluginError(f"the formula {latex!r} has a command that cannot be rendered; write it in another way")
+        raise PluginError(f"the formula {latex!r} has a command that cannot be rendered; write another")
     return mathml

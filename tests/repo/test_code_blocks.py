@@ -5,6 +5,7 @@ Nothing is run. A block that needs more than a checkout and two CPU cores is mar
 
 import ast
 import re
+import shlex
 import subprocess
 import tomllib
 
@@ -125,6 +126,19 @@ def test_shell_blocks_parse_and_their_commands_exist(block):
     if block.path.name != "README.md":
         missing = sorted(needs - block.needs)
         assert not missing, f"{block}: put <!-- needs: {', '.join(missing)} --> above the block"
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_the_text_exist(document):
+    """`g2rpo ...` in prose; capitals and dots stand for what a reader puts there."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for span in re.findall(r"`(g2rpo [^`]*)`", text):
+        words = shlex.split(span)[1:]
+        if words[0].isupper() or words[0].startswith("-"):
+            continue
+        assert words[0] in PROGRAM.commands, f"{document}: {span}"
+        if len(words) > 1 and not re.search(r"…|\.\.\.|\b[A-Z][A-Z_]+\b", span):
+            check_command(words)
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
