@@ -37,7 +37,7 @@ test-repo: $(VENV)/.installed-dev
 
 # Material prints a notice about a future MkDocs otherwise.
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 release: $(VENV)/.installed-dev
 	work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && .ci/try_wheel $(VENV) "$$work" && \
