@@ -3,6 +3,7 @@
 # make test-long  all tests that need no GPU, those marked `long` included
 # make test-browser  the pages in a headless Chromium: $CHROMIUM, or chromium or google-chrome on the PATH
 # make test-repo  the checks of documents, benchmarks and committed results (tests/repo)
+# make docs       the documentation site in site/; a broken link, anchor or name is an error
 # make release    builds the distributions in dist/, checks them and tries the wheel in an empty environment
 # make clean      removes the environment that these make
 #
@@ -17,7 +18,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-long test-browser test-repo release clean
+.PHONY: demo test test-long test-browser test-repo docs release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/g2rpo train
@@ -33,6 +34,10 @@ test-browser: $(VENV)/.installed-dev
 
 test-repo: $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu" tests/repo
+
+# Material prints a notice about a future MkDocs otherwise.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 release: $(VENV)/.installed-dev
 	work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && .ci/try_wheel $(VENV) "$$work" && \

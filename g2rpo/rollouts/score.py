@@ -46,7 +46,7 @@ class Rollout:
         policy_finite: [K, G], bool, the policy's part of `valid`: the step's states and images are finite.
         nfe: counted forwards of this group: anchor, sde, tails, total.
         prompt_index: position of the prompt in the stream.
-        image_of_tail: [branches][J], index of the member's distinct image at which each tail ends.
+        image_of_tail: `[branches][J]`, index of the member's distinct image at which each tail ends.
         velocity: [K, 1, L, C], the rollout's velocity at x, or None if x is not the anchor's.
         latents: [distinct images, G, L, C], float32, the clean latents, if kept.
         images: [distinct images, G, 3, H, W], uint8 on the CPU, if kept.

@@ -45,7 +45,7 @@ def test_the_docstring_names_the_fields():
 
 def test_no_merge_conflict_is_left():
     root = Path(__file__).parents[2]
-    documents = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    documents = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     markers = ("<<<<<<< ", ">>>>>>> ")
     left = [
         f"{path}: {line}"
@@ -60,7 +60,7 @@ def test_the_test_files_that_documents_name_exist():
     root = Path(__file__).parents[2]
     named = {
         (path.name, name)
-        for path in [*root.glob("*.md"), *root.glob("docs/*.md")]
+        for path in [*root.glob("*.md"), *root.glob("docs/**/*.md")]
         for name in re.findall(r"tests/[\w./*]+\.py", path.read_text(encoding="utf-8"))
     }
     absent = [(page, name) for page, name in sorted(named) if not any(root.glob(name))]

@@ -191,7 +191,7 @@ def test_paired_differences_at_equal_cost_are_those_of_the_page():
         "--at",
         "compute",
     )
-    page = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "appendix" / "comparison.md").read_text().split())
     rows = [line.split(" | ") for line in done.stdout.splitlines() if "| verifier |" in line]
     assert len(rows) == len(others)
     for row in rows:
