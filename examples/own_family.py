@@ -3,7 +3,7 @@ r"""A model family of your own: a small velocity field over 8 x 8 tokens, each a
 In the folder of this file:
 
     g2rpo train tiny model=random:tiles family=own_family:FAMILY guidance=3.5 \
-      rewards.tiny_preference=none rewards.colourfulness=1.0 'eval_rewards=[]' out=runs/tiles
+      rewards.verifier=none rewards.colourfulness=1.0 'eval_rewards=[]' out=runs/tiles
     g2rpo evaluate random:tiles runs/tiles --family own_family:FAMILY --prompts world:heldout --limit 16 \
       --rewards colourfulness
     g2rpo export runs/tiles --family own_family:FAMILY --out tuned

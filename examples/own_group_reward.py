@@ -5,8 +5,8 @@ images fits the prompt better.
 
 In the folder of this file:
 
-    g2rpo plan tiny rewards.tiny_preference=none rewards.own_group_reward:MoreColourful=1.0
-    g2rpo train tiny rewards.tiny_preference=none rewards.own_group_reward:MoreColourful=1.0 \
+    g2rpo plan tiny rewards.verifier=none rewards.own_group_reward:MoreColourful=1.0
+    g2rpo train tiny rewards.verifier=none rewards.own_group_reward:MoreColourful=1.0 \
       'reward_options={"own_group_reward:MoreColourful"={margin=2.0}}' out=runs/colourful
 """
 

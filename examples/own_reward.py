@@ -2,7 +2,7 @@ r"""A reward of your own: how close the average colour of an image is to a colou
 
 In the folder of this file:
 
-    g2rpo train tiny rewards.tiny_preference=none rewards.own_reward:Colour=1.0 \
+    g2rpo train tiny rewards.verifier=none rewards.own_reward:Colour=1.0 \
       'reward_options={"own_reward:Colour"={rgb=[1.0, 0.5, 0.0]}}' out=runs/orange
     g2rpo score --images runs/orange/samples/step_000000 --rewards own_reward:Colour \
       --option 'own_reward:Colour.rgb=[1.0, 0.5, 0.0]'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,26 +12,52 @@ from g2rpo.runtime.files import atomic_path
 from g2rpo.runtime.fonts import families
 from g2rpo.runtime.style import LIGHT, make_figure, plain, save_figure, style_axes
 
+SMOOTHING = 0.15
+"""Window of the trailing mean of training rewards, as a share of the iterations."""
+
+
+class Curve(NamedTuple):
+    """One line of a panel.
+
+    Attributes:
+        x, y: the points; those whose y is not finite are left out.
+        error: standard error of each y, shown as a bar; None: not known.
+        window: number of points of a trailing mean, which is drawn over the pale line of the points; 1: none.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float] | None = None
+    window: int = 1
+
 
 def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
     """Plots the rewards of training and of evaluations over the iterations; without any, writes nothing.
+
+    Training rewards are of other prompts in each iteration, so their trailing mean is drawn over them.
 
     Args:
         path: the figure, PNG or SVG.
         metrics: lines of metrics.jsonl.
     """
-    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    panels: dict[str, dict[str, Curve]] = {}
     for prefix, label in (("reward/", "training"), ("eval/", "unseen prompts")):
         for name in dict.fromkeys(key for line in metrics for key in line if key.startswith(prefix)):
-            points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
-            panel = panels.setdefault(name.removeprefix(prefix), {})
-            panel[label] = ([float(x) for x, _ in points], [float(y) for _, y in points])
+            lines = [line for line in metrics if line.get(name) is not None]
+            reward = name.removeprefix(prefix)
+            errors = [line.get(f"eval_se/{reward}") for line in lines]
+            panels.setdefault(reward, {})[label] = Curve(
+                [float(line["step"]) for line in lines],
+                [float(line[name]) for line in lines],
+                [float(error or 0) for error in errors] if prefix == "eval/" else None,
+                max(round(SMOOTHING * len(lines)), 1) if prefix == "reward/" else 1,
+            )
     if panels:
         save_curves(panels, path)
 
 
 def save_curves(
-    curves: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    curves: Mapping[str, Mapping[str, Curve]],
     path: Path,
     *,
     x_label: str = "iteration",
@@ -39,7 +65,7 @@ def save_curves(
     """Plots one panel per key of `curves` and in it one line per name.
 
     Args:
-        curves: {panel: {line: (x, y)}}; points whose y is not finite are left out of the line.
+        curves: panel -> name -> line.
         path: the figure; its suffix decides between PNG and SVG.
 
     Raises:
@@ -53,19 +79,9 @@ def save_curves(
     figure = make_figure(4.2 * columns, 3.0 * rows)
     for i, (panel, lines) in enumerate(curves.items()):
         axes = figure.add_subplot(rows, columns, i + 1)
-        for name, (x, y) in lines.items():
+        for name, curve in lines.items():
             colour, stroke = LIGHT.series_style(names.index(name))  # one name, one colour in all panels
-            values = np.asarray(y, dtype=float)
-            kept = np.isfinite(values)
-            axes.plot(
-                np.asarray(x, dtype=float)[kept],
-                values[kept],
-                stroke,
-                color=colour,
-                marker=".",
-                markersize=3,
-                label=plain(name),
-            )
+            _draw(axes, curve, plain(name), colour, stroke)
         style_axes(axes)
         axes.locator_params(axis="x", nbins=7, integer=True)
         axes.set_title(plain(panel), fontsize=11, color=LIGHT.text, family=families(panel))
@@ -75,3 +91,19 @@ def save_curves(
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         save_figure(figure, temporary, path.suffix[1:])
+
+
+def _draw(axes: Any, curve: Curve, label: str, colour: str, stroke: Any) -> None:
+    values = np.asarray(curve.y, dtype=float)
+    kept = np.isfinite(values)
+    x, values = np.asarray(curve.x, dtype=float)[kept], values[kept]
+    window = min(curve.window, len(values))
+    if window > 1:
+        axes.plot(x, values, color=colour, linewidth=0.8, alpha=0.3)
+        sums = np.cumsum(np.concatenate([[0.0], values]))
+        x, values = x[window - 1 :], (sums[window:] - sums[:-window]) / window
+        label = f"{label}, mean of {window}"
+    axes.plot(x, values, stroke, color=colour, marker=".", markersize=3, label=label)
+    if curve.error is not None:
+        error = np.asarray(curve.error, dtype=float)[kept]
+        axes.errorbar(x, values, np.nan_to_num(error), fmt="none", ecolor=colour, capsize=2, elinewidth=1)

@@ -55,7 +55,7 @@ def refused(folder, *arguments):
         ([HOLLOW, "out=taken"], ["taken is a file; name a folder"]),
         ([HOLLOW, "out=taken/run"], ["taken is a file; name a folder"]),
         ([HOLLOW, "cache=taken"], ["cache='taken'", "taken is a file; name a folder"]),
-        ([HOLLOW, "rewards.tiny_prefernce=none"], ["no 'tiny_prefernce' to remove", "'tiny_preference'"]),
+        ([HOLLOW, "rewards.verifer=none"], ["no 'verifer' to remove", "'verifier'"]),
         (["rewards.no_such:thing=1"], ["no module 'no_such'", "current folder"]),
         ([HOLLOW, "rewards.tiny_clp=1"], ["'tiny_clp'", "did you mean 'tiny_clip'"]),
         ([HOLLOW, "algorithm=g2rp"], ["'g2rp'", "did you mean 'g2rpo'"]),

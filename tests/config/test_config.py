@@ -99,16 +99,16 @@ def test_overrides_win_and_are_typed():
             "train_steps=[0,2]",
             "tensorboard=false",
             "out=2025-01-31",
-            "rewards.verifier=0.5",
+            "rewards.tiny_clip=0.5",
         ],
     )
     assert (settings.lr, settings.group_size, settings.option("train_steps")) == (1e-5, 4, [0, 2])
     assert settings.loggers == []
     assert settings.out == "2025-01-31"  # not a date
-    assert settings.rewards == {"tiny_preference": 1.0, "verifier": 0.5}
-    assert load_settings("tiny", ["rewards={verifier=1}"]).rewards == {"verifier": 1.0}
-    assert load_settings("tiny", ["rewards.verifier=1", "rewards.tiny_preference=none"]).rewards == {
-        "verifier": 1.0
+    assert settings.rewards == {"verifier": 1.0, "tiny_clip": 0.5}
+    assert load_settings("tiny", ["rewards={tiny_clip=1}"]).rewards == {"tiny_clip": 1.0}
+    assert load_settings("tiny", ["rewards.tiny_clip=1", "rewards.verifier=none"]).rewards == {
+        "tiny_clip": 1.0
     }
     assert load_settings("tiny", {"lr": 1e-5, "out": "x"}).lr == 1e-5
 

@@ -41,7 +41,7 @@ def settings(tmp_path: Path, **more):
     }
     (tmp_path / "prompts.txt").write_text("a red circle\nblue\n")
     overrides = [f"{name}={value}" for name, value in words.items()]
-    return load_settings("tiny", [*overrides, "rewards.tiny_preference=none", "rewards.colourfulness=1"])
+    return load_settings("tiny", [*overrides, "rewards.verifier=none", "rewards.colourfulness=1"])
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def settings(folder, out, **changes):
         **changes,
     }
     overrides = [f"{name}={json.dumps(value)}" for name, value in values.items()]
-    return load_settings("tiny", [*overrides, "rewards.tiny_preference=none", f'rewards={{"{TRAINED}"=1.0}}'])
+    return load_settings("tiny", [*overrides, "rewards.verifier=none", f'rewards={{"{TRAINED}"=1.0}}'])
 
 
 @pytest.fixture(scope="module")
