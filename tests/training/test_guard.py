@@ -248,8 +248,8 @@ def guard_of(given):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "compares tiny_preference with held-out tiny_clip, verifier, verifier_strict"),
-        ({"eval_rewards": []}, "with verifier, tiny_clip of the embedded world, because no eval_rewards"),
+        ({}, "compares verifier with held-out tiny_preference, tiny_clip, verifier_strict"),
+        ({"eval_rewards": []}, "with tiny_clip of the embedded world, because no eval_rewards"),
         ({"eval_rewards": [], "eval_prompts": "FILE"}, "image statistics alone"),
         ({"eval_every": 0, "eval_rewards": []}, "it sees the rollouts only"),
         ({"on_warning": "stop"}, "a warning stops the run"),
