@@ -25,6 +25,7 @@ from g2rpo.cli.process import Program
 from g2rpo.cli.report import report
 from g2rpo.cli.sample import sample
 from g2rpo.cli.score import score
+from g2rpo.cli.settings import settings
 from g2rpo.cli.train import train
 
 app = Program(
@@ -62,6 +63,7 @@ def main(
 COMMANDS = (
     train,
     plan,
+    settings,
     fetch,
     embed,
     sample,

@@ -7,6 +7,8 @@ documentation.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
 import shlex
 import types
@@ -20,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from g2rpo.algorithms.options import Ascending, descriptions_of
 from g2rpo.algorithms.registry import PRESET_OPTIONS, PRESETS
-from g2rpo.config.hints import NAMES_ELSEWHERE
+from g2rpo.config.hints import NAMES_ELSEWHERE, suggestion
 from g2rpo.config.load import ALIASES, OPTIONS
 from g2rpo.config.loggers import EARLIER
 from g2rpo.config.recipe import DEFAULT_RECIPE, parse_recipe, recipe_text, shipped_recipes, toml_value
@@ -465,3 +467,52 @@ def _linked(text: str) -> str:
         plain = parts[index].replace("<", "&lt;").replace("*", r"\*")
         parts[index] = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", plain)
     return "".join(parts)
+
+
+OPTIONS_MEANING = f"""\
+[{OPTIONS}.NAME] is a table of a recipe that can also be run with algorithm=NAME. Its entries apply only with
+that algorithm, and options of the recipe that the algorithm does not have are left out. For the tables of the
+shipped recipes, use `g2rpo settings {OPTIONS}.NAME`."""
+
+
+def find(name: str) -> Entry | None:
+    """Returns the entry of a setting, an option of a shipped algorithm, or another accepted name of one."""
+    table, dot, option = name.partition(".")
+    if dot and table == "algorithm_options":
+        name = option
+    name = NAMES_BEFORE.get(name, name)
+    return next((entry for entry in entries() if entry.name == name), None)
+
+
+def described_class(algorithm: type[Any]) -> str:
+    """Returns the first paragraph of the docstring of an algorithm's class, on one line."""
+    return _one_line((inspect.getdoc(algorithm) or "").split("\n\n")[0])
+
+
+def section_of(name: str) -> str | None:
+    """Returns the title of SECTIONS that `name` begins, in any case; None if there is none."""
+    return next((title for title in SECTIONS.values() if title.lower().startswith(name.lower())), None)
+
+
+def tables_for(algorithm: str) -> dict[str, dict[str, str]]:
+    """Returns recipe -> option -> value in TOML, of the tables [options.NAME] of shipped recipes."""
+    suffix = f" algorithm={algorithm}"
+    found: dict[str, dict[str, str]] = {}
+    for entry in entries():
+        for recipe, value in entry.recipes:
+            if recipe.endswith(suffix):
+                found.setdefault(recipe.removesuffix(suffix), {})[entry.name] = value
+    return found
+
+
+def unknown_name(name: str) -> ValueError:
+    """Returns the error for a name that the reference does not have, with the nearest names."""
+    from g2rpo.rewards.registry import REWARDS
+
+    known = [*(entry.name for entry in entries()), *NAMES_BEFORE, *PRESETS, *REWARDS]
+    hint = suggestion(name, Settings.model_fields, "")
+    if "here it is" not in hint:  # otherwise it is the name in another trainer
+        near = [word for word in known if len(name) > 2 and name.lower() in word]
+        near += re.findall("'(.+)'", hint) + difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+        hint = f"; similar names are {', '.join(list(dict.fromkeys(near))[:6])}" if near else ""
+    return ValueError(f"there is no setting {name!r}{hint}; `g2rpo settings` lists all")
