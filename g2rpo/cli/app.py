@@ -23,6 +23,7 @@ from g2rpo.cli.gallery import gallery
 from g2rpo.cli.plan import plan
 from g2rpo.cli.process import Program
 from g2rpo.cli.report import report
+from g2rpo.cli.run_command import RunCommand, TrainCommand
 from g2rpo.cli.sample import sample
 from g2rpo.cli.score import score
 from g2rpo.cli.settings import settings
@@ -30,7 +31,6 @@ from g2rpo.cli.train import train
 
 app = Program(
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # square brackets in help and messages are lists, not styles
     pretty_exceptions_enable=False,
@@ -76,5 +76,8 @@ COMMANDS = (
     export,
     doctor,
 )
+COMMAND_CLASSES = {train: TrainCommand, **dict.fromkeys((plan, fetch, embed, compare), RunCommand)}
+"""Commands with a class of their own: those that take a recipe and settings."""
+
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=COMMAND_CLASSES.get(command))(command)

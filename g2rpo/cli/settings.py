@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from g2rpo.cli.completion import setting
 from g2rpo.cli.console import print_table, search_current_folder
 
 if TYPE_CHECKING:
@@ -24,13 +25,14 @@ def settings(
             metavar="NAME",
             help="A setting, an option of an algorithm, an algorithm, a reward, an entry of a table such as "
             "reward_options.hps.batch, or the start of a section's title. Default: all settings.",
+            autocompletion=setting,
         ),
     ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the page of the documentation, in Markdown.")
     ] = False,
 ) -> None:
-    """Show what settings mean, which values they take, and which recipes set them.
+    """Show what settings mean, and which values they take.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from g2rpo.algorithms.options import Ascending, descriptions_of
 from g2rpo.algorithms.registry import PRESET_OPTIONS, PRESETS
-from g2rpo.config.hints import NAMES_ELSEWHERE, suggestion
+from g2rpo.config.hints import NAMES_ELSEWHERE, name_for, suggestion
 from g2rpo.config.load import ALIASES, OPTIONS
 from g2rpo.config.loggers import EARLIER
 from g2rpo.config.recipe import DEFAULT_RECIPE, parse_recipe, recipe_text, shipped_recipes, toml_value
@@ -137,6 +137,7 @@ class Entry:
         elsewhere: its names in other trainers, which are answered with a hint.
         recipes: pairs of a shipped recipe that sets it, and the value in TOML.
         example: a command with an override, quoted for a shell.
+        choices: the values that its type lists; empty for numbers, texts and lists.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Entry:
     elsewhere: tuple[str, ...] = ()
     recipes: tuple[tuple[str, str], ...] = ()
     example: str = ""
+    choices: tuple[str, ...] = ()
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -253,6 +255,9 @@ def _entry(
         tuple(other for other, target in NAMES_ELSEWHERE.items() if target == name),
         tuple((recipe, _value_text(given)) for recipe, given in recipes.items()),
         " ".join((_command(owner), *ALSO.get(name, ()), override_text(name, value))),
+        tuple(PRESETS)
+        if name == "algorithm"
+        else tuple(_value_text(value).strip('"') for value in _listed(annotation)),
     )
 
 
@@ -482,6 +487,17 @@ def find(name: str) -> Entry | None:
         name = option
     name = NAMES_BEFORE.get(name, name)
     return next((entry for entry in entries() if entry.name == name), None)
+
+
+def setting_for(key: str) -> str | None:
+    """Returns the setting, or entry of a table, that a key means; None if it resembles none.
+
+    Args:
+        key: a name here, in another trainer or misspelt, with underscores.
+    """
+    if key.partition(".")[0] in Settings.model_fields:
+        return key
+    return name_for(key, [*(entry.name for entry in entries()), *NAMES_BEFORE])
 
 
 def described_class(algorithm: type[Any]) -> str:
