@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from support.policies import policy_of
 from support.random_flux import save_random_flux
 from support.trained_runs import PROMPTS, make_run, velocity
+from typer.testing import CliRunner
 
+from g2rpo.cli.app import app
 from g2rpo.config.load import Settings
 from g2rpo.exporters.card import base_licence, model_card
 from g2rpo.exporters.export import DTYPES, _layout, export_policy, export_run
@@ -157,6 +159,17 @@ def test_model_card(base, tmp_path):
     assert "guidance_scale=2, height=16, width=16, max_sequence_length=12" in card
     assert json.loads((out / "g2rpo.json").read_text())["base_model"] == str(base)
     assert base_licence(tmp_path) == {}
+
+
+def test_a_run_without_iterations_is_exported_with_a_warning(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2, iteration=0)
+    result = CliRunner().invoke(app, ["export", str(run)])
+    assert result.exit_code == 0 and result.stdout == f"{run / 'export'}\n"
+    assert (
+        result.stderr.startswith("warning: the run has done 0 iterations, so ") and str(base) in result.stderr
+    )
+    run, _ = make_run(tmp_path / "trained", base, lora_rank=2, iteration=1)
+    assert CliRunner().invoke(app, ["export", str(run)]).stderr == ""
 
 
 def test_what_a_user_can_get_wrong(base, tmp_path):
