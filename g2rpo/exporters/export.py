@@ -20,7 +20,7 @@ import torch
 
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
-from g2rpo.exporters.card import model_card
+from g2rpo.exporters.card import Example, example_images, model_card
 from g2rpo.inference.open import EXPORT_FILE, check_family, open_run, run_and_checkpoint
 from g2rpo.models.family import ModelFamily
 from g2rpo.models.policy import Policy, has_adapters
@@ -76,6 +76,7 @@ def export_run(
         kind=kind,
         dtype=dtype,
         family=family,
+        examples=example_images(folder, iteration),
     )
 
 
@@ -119,12 +120,14 @@ def export_policy(
     kind: str = "auto",
     dtype: str = "float32",
     family: str | None = None,
+    examples: Sequence[Example] = (),
 ) -> Path:
     """Writes `policy` to the folder `out`, completely or not at all, replacing an earlier export.
 
     Args:
         settings, metrics, iteration: for the model card; metrics are the lines of metrics.jsonl.
         kind, dtype, family: as in `export_run`.
+        examples: images for the model card, which are copied.
 
     Returns:
         `out`.
@@ -160,7 +163,11 @@ def export_policy(
             "settings": settings.resolved().model_dump(mode="json"),
         }
         write_atomic(unfinished / EXPORT_FILE, json.dumps(record, indent=1, ensure_ascii=False))
-        card = model_card(settings, metrics, iteration, policy=policy, family=own_family, kind=kind)
+        for example in examples:
+            shutil.copyfile(example.file, unfinished / example.name)
+        card = model_card(
+            settings, metrics, iteration, policy=policy, family=own_family, kind=kind, examples=examples
+        )
         write_atomic(unfinished / "README.md", card)
         for licence in policy.folder.glob("LICENSE*") if policy.folder is not None else ():
             shutil.copyfile(licence, unfinished / licence.name)
