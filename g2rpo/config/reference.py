@@ -453,8 +453,11 @@ def _entry_lines(entry: Entry) -> Iterator[str]:
         yield f"- Option of {owners_text(entry.algorithms)}"
     if entry.aliases:
         yield f"- Also accepted as {', '.join(f'`{alias}`' for alias in entry.aliases)}"
-    for value, recipes in entry.recipes_by_value().items():
-        yield f"- `{value}` in {', '.join(recipes)}"
+    if entry.elsewhere:
+        yield f"- In other trainers: {', '.join(f'`{name}`' for name in entry.elsewhere)}"
+    if entry.recipes:
+        by_value = entry.recipes_by_value().items()
+        yield "- In recipes: " + ", ".join(f"`{value}` ({', '.join(names)})" for value, names in by_value)
     yield f"- Example: `{entry.example}`"
 
 

@@ -129,6 +129,9 @@ def test_the_page_has_a_row_and_an_entry_for_every_setting():
     assert headings == list(SECTIONS.values())
     # A heading of a section must not take the anchor of a setting.
     assert not {heading.lower().replace(" ", "-") for heading in headings} & set(NAMES)
+    lr = page.split("\n### `lr`\n")[1].split("\n### ")[0]
+    assert "- Default: `2e-6`\n" in lr and "`1e-4` (flux_lora_1gpu, flux_lora_24gb)" in lr
+    assert "- In other trainers: `learning_rate`\n" in lr and "- Example: `g2rpo train tiny lr=1e-5`" in lr
     assert "[guard](guard.md)" in page and "docs/guard.md" not in page
 
 
