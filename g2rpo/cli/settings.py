@@ -78,11 +78,11 @@ def _print_name(name: str) -> None:
 
     table, _, inside = name.partition(".")
     if ":" in name:
-        search_current_folder()  # for a reward of one's own
+        search_current_folder()  # for a reward or a method of one's own
     if table in (*REWARD_TABLES, reference.OPTIONS) and inside:
         show = _print_algorithm if table == reference.OPTIONS else _print_reward
         show(inside)
-    elif name in PRESETS:
+    elif name in PRESETS or (":" in name and _is_method(name)):
         _print_algorithm(name)
     elif name == reference.OPTIONS:
         print(reference.OPTIONS_MEANING)
@@ -100,6 +100,15 @@ FOLDED, NAMES = ("values", "default"), ("setting", "option")
 """Columns that wrap in a narrow terminal, and those that never do."""
 
 REWARD_TABLES = ("rewards", "reward_options")
+
+
+def _is_method(name: str) -> bool:
+    """Whether the attribute at `module:attribute` is an algorithm; others are rewards."""
+    from g2rpo.algorithms.base import Algorithm
+    from g2rpo.rewards.registry import reward_target
+
+    target = reward_target(name)
+    return isinstance(target, type) and issubclass(target, Algorithm)
 
 
 def _is_reward(name: str) -> bool:

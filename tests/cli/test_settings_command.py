@@ -83,6 +83,25 @@ def test_a_reward_of_ones_own(tmp_path, monkeypatch):
     assert "How bright an image is." in output and "gain" in output and "2.0" in output
 
 
+def test_a_method_of_ones_own(tmp_path, monkeypatch):
+    code = (
+        "from g2rpo.algorithms.g2rpo import G2RPO\nfrom g2rpo.algorithms.options import Positive, options\n\n"
+    )
+    code += '@options\nclass Mine(G2RPO):\n    """A method of a margin."""\n\n'
+    code += '    margin: Positive = 0.5\n    """How far an image must be better. More."""\n'
+    (tmp_path / "own_method_with_margin.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    output = said("own_method_with_margin:Mine")
+    assert "(a method: algorithm=own_method_with_margin:Mine)" in output and "A method of a margin." in output
+    (row,) = (line for line in output.splitlines() if line.split()[:1] == ["margin"])
+    assert [cell.strip() for cell in row.split("   ") if cell.strip()] == [
+        "margin",
+        "number > 0",
+        "0.5",
+        "How far an image must be better.",
+    ]
+
+
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_method_with_its_options(name):
     output = said(name)
