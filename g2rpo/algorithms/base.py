@@ -13,7 +13,7 @@ These files import torch in their methods only, because reading settings must no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 @options
 class Algorithm:
-    """A method, as the trainer needs it. The fields of a subclass are the options that a recipe may set."""
+    """A method, as the trainer needs it. The fields of a subclass are the options that a recipe may set.
+
+    Attributes:
+        title: the method's name in prose, for reports and model cards; "": its name in a recipe.
+    """
+
+    title: ClassVar[str] = ""
 
     num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 16
     """T: denoising steps of a training image. All costs except decoding grow with it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from g2rpo.algorithms.grpo import GRPO
 from g2rpo.algorithms.options import Fraction, options
@@ -18,6 +18,8 @@ class DanceGRPO(GRPO):
     As in its released image script, each iteration takes three optimizer steps, over four of twelve members
     each.
     """
+
+    title: ClassVar[str] = "DanceGRPO"
 
     train_fraction: Fraction = 0.6
     """Share of a path's noise steps that is trained, drawn anew for each member."""

@@ -19,6 +19,8 @@ class FlowGRPO(GRPO):
     per iteration. Its main script, for a model without distillation, uses num_steps 10, eta 0.7 and a KL.
     """
 
+    title: ClassVar[str] = "Flow-GRPO"
+
     window: Count | None = None
     """Width of the window of noise steps. None = noise on every step; 2 or 3 gives Flow-GRPO-Fast: noise on
     that many consecutive steps only, at a random position in each iteration. Its released settings add

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from g2rpo.algorithms.base import Algorithm
 from g2rpo.algorithms.grpo import GRPO
@@ -42,6 +42,8 @@ class _Tails(_NoiseSteps):
 class G2RPOSingle(GRPO, _NoiseSteps):
     """G2RPO with Lambda = {1}: one noise step at a time, every tail of stride 1 (both tail rules agree)."""
 
+    title: ClassVar[str] = "G²RPO with Λ = {1}"
+
     def __post_init__(self) -> None:
         steps = self.train_steps
         last = steps - 1 if isinstance(steps, int) else max(steps)
@@ -77,6 +79,8 @@ class G2RPOSingle(GRPO, _NoiseSteps):
 @options
 class G2RPO(G2RPOSingle, _Tails):
     """G2RPO (arXiv:2510.01982): one noise step at a time, evaluated at several granularities."""
+
+    title: ClassVar[str] = "G²RPO"
 
     def _beyond(self) -> str:
         largest = max(self.granularities)

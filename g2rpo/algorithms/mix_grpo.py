@@ -19,6 +19,8 @@ class MixGRPO(GRPO):
     each, and the weights of the rewards are divided by their sum (here by that of their absolute values).
     """
 
+    title: ClassVar[str] = "MixGRPO"
+
     window: Count = 4
     """Width of the window of noise steps that moves over the denoising steps."""
     window_hold: Count = 25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ class DiffusionNFT(Algorithm):
     One departure: several rewards are each standardised and then added, as in the other methods; the released
     code adds them first.
     """
+
+    title: ClassVar[str] = "DiffusionNFT"
 
     solver: Literal["euler", "dpm2m"] = "dpm2m"
     """ODE solver of the rollouts: Euler, or the second-order DPM-Solver++ 2M of the released code."""

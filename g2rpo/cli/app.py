@@ -23,13 +23,14 @@ from g2rpo.cli.gallery import gallery
 from g2rpo.cli.plan import plan
 from g2rpo.cli.process import Program
 from g2rpo.cli.report import report
+from g2rpo.cli.run_command import RunCommand, TrainCommand
 from g2rpo.cli.sample import sample
 from g2rpo.cli.score import score
+from g2rpo.cli.settings import settings
 from g2rpo.cli.train import train
 
 app = Program(
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # square brackets in help and messages are lists, not styles
     pretty_exceptions_enable=False,
@@ -62,6 +63,7 @@ def main(
 COMMANDS = (
     train,
     plan,
+    settings,
     fetch,
     embed,
     sample,
@@ -74,5 +76,8 @@ COMMANDS = (
     export,
     doctor,
 )
+COMMAND_CLASSES = {train: TrainCommand, **dict.fromkeys((plan, fetch, embed, compare), RunCommand)}
+"""Commands with a class of their own: those that take a recipe and settings."""
+
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=COMMAND_CLASSES.get(command))(command)

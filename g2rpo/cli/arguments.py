@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from g2rpo.cli.completion import override, recipe_or_override
+
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="Device; `auto` uses a GPU if there is one.")
 ]
@@ -23,12 +25,17 @@ Recipe = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help="Path of a recipe, or the name of a shipped one. Default: `tiny`, for the embedded model.",
+        autocompletion=recipe_or_override,
     ),
 ]
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe, such as lr=1e-5."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings that replace those of the recipe, such as lr=1e-5.",
+        autocompletion=override,
+    ),
 ]
 
 Family = Annotated[

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from g2rpo.cli.completion import recipe_or_override
 from g2rpo.cli.console import print_table, writable_folder
 
 
@@ -16,7 +17,9 @@ def compare(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RECIPE|KEY=VALUE", help="Recipes, each of which is one arm, and settings of all arms."
+            metavar="RECIPE|KEY=VALUE",
+            help="Recipes, each of which is one arm, and settings of all arms.",
+            autocompletion=recipe_or_override,
         ),
     ] = None,
     arm: Annotated[

@@ -127,14 +127,17 @@ def resolution_of(text: str | None) -> int | list[int] | None:
     return None if size is None else plain_resolution(size)
 
 
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str] = ()) -> None:
+def print_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], fold: Sequence[str] = (), keep: Sequence[str] = ()
+) -> None:
     """Prints a table on stdout, without markup. A first cell equal to the one above is left empty.
 
-    In a narrow terminal the first column, the last one and those named in `fold` wrap; the others do not.
+    In a narrow terminal the first column, the last one and those named in `fold` wrap, except for those named
+    in `keep`; the others do not.
     """
     table, above = Table(box=box.SIMPLE, padding=(0, 1, 0, 0)), ""
     for index, header in enumerate(headers):
-        no_wrap = 0 < index < len(headers) - 1 and header not in fold
+        no_wrap = header in keep or (0 < index < len(headers) - 1 and header not in fold)
         table.add_column(header, overflow="fold", no_wrap=no_wrap)
     for first, *others in rows:
         table.add_row("" if first == above else first, *others)

@@ -38,10 +38,16 @@ def fetch(
     is_run = file is not None and Path(file).name == "config.toml"
     code = re.findall(r"[\w.]+:\w+", " ".join(words)) if is_run else None
     sys.path.append(os.getcwd())  # so that a reward or a family of one's own is found there
+    from g2rpo.data.prompts import is_absent
+    from g2rpo.data.published_prompts import where_from
     from g2rpo.setup.fetch import fetch_needs, needs
 
     rewards = [*settings.rewards, *settings.eval_rewards]
     required = needs(settings.model, rewards, settings.reward_options, family=settings.family, code=code)
     print(*required, sep="\n")
+    for key in ("prompts", "eval_prompts"):
+        if (source := getattr(settings, key)) and is_absent(source):
+            origin = where_from(source) or "give it the path of a file, or world:NAME"
+            print(f"{key}: {source} is not here, and is not fetched; {origin}")
     if not dry_run:
         fetch_needs(required)

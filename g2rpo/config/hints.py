@@ -86,7 +86,7 @@ def suggestion(key: str, settings: Mapping[str, Any], algorithm: str, value: Any
         return f"; {key!r} is a reward: write it in the table [rewards], or as rewards.{key} = 1.0"
     if isinstance(value, Mapping) and (inside := [name for name in value if name in known]):
         return f"; a recipe has no table for it: write {', '.join(inside)} above the first [table]"
-    name = _name_for(key, known)
+    name = name_for(key, known)
     if name is None:
         hint = did_you_mean(key, known)
         return hint and hint + _owner(hint.split("'")[1], settings, algorithm)
@@ -94,8 +94,8 @@ def suggestion(key: str, settings: Mapping[str, Any], algorithm: str, value: Any
     return f"; {verb} {name!r}" + ("" if key in NAMES_ELSEWHERE else "?") + _owner(name, settings, algorithm)
 
 
-def _name_for(key: str, known: list[str]) -> str | None:
-    """The name of a key in other trainers, or of one whose words it shares; None if there is none."""
+def name_for(key: str, known: list[str]) -> str | None:
+    """Returns the name here of a key of another trainer, or the known name that it resembles, else None."""
     plain = key.strip().lower().replace("-", "_").replace(" ", "_")
     if plain in NAMES_ELSEWHERE:
         return NAMES_ELSEWHERE[plain]

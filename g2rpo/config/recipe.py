@@ -5,6 +5,7 @@ table. This module does not know which settings exist: g2rpo.config.load validat
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
@@ -21,6 +22,12 @@ def shipped_recipes() -> list[str]:
     """Names of the recipes in the package, sorted."""
     folder = resources.files("g2rpo") / "recipes"
     return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def recipe_summary(name: str) -> str:
+    """Returns what a shipped recipe is for: its first line, a comment, without the page that it refers to."""
+    text, _ = recipe_text(name)
+    return re.split(r"\s{2,}", text.splitlines()[0].removeprefix("#").strip())[0]
 
 
 def recipe_text(recipe: str | Path | None) -> tuple[str, str]:

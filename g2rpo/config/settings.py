@@ -137,7 +137,7 @@ class Settings(BaseModel):
 
     # The algorithm. Its options are declared in algorithms/, one file per method.
     algorithm: Text = "g2rpo"
-    """Method: a name in `algorithms.registry.PRESETS`, or `module:attribute` for a class of your own."""
+    """Method: the name of a shipped one, or `module:attribute` for a class of your own."""
     algorithm_options: dict[str, Any] = Field({}, validate_default=True)
     """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml has those
     of your own class in this table, because only the class knows which they are."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from g2rpo.data.prompt_files import file_records
 from g2rpo.data.prompt_records import EMPTY_LINE, Record, bad_character, check_fields, is_blank
+from g2rpo.data.published_prompts import where_from
 from g2rpo.runtime.text import did_you_mean, shortened
 
 MAX_CHARACTERS = 2500
@@ -89,6 +90,7 @@ def check_source(source: str) -> None:
         count = "; for a number of evaluation prompts, set num_eval_prompts" if source.isdigit() else ""
         raise ValueError(
             f"no prompt file {str(path)!r} (looked in {Path.cwd()}); give a file or world:NAME{count}"
+            + (f". {origin[0].upper()}{origin[1:]}" if (origin := where_from(path)) else "")
         )
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(

@@ -20,8 +20,8 @@ import torch
 
 from g2rpo.config.load import read_settings
 from g2rpo.config.settings import Settings
-from g2rpo.exporters.card import model_card
-from g2rpo.inference.open import EXPORT_FILE, check_family, open_run, run_of
+from g2rpo.exporters.card import Example, example_images, model_card
+from g2rpo.inference.open import EXPORT_FILE, check_family, open_run, run_and_checkpoint
 from g2rpo.models.family import ModelFamily
 from g2rpo.models.policy import Policy, has_adapters
 from g2rpo.models.registry import find_model
@@ -60,11 +60,7 @@ def export_run(
             run cannot be exported as, or a base model without files. Nothing is written then.
     """
     path = Path(run).expanduser()
-    folder = run_of(path) or path
-    if run_of(path) is not None:  # otherwise opening it says so
-        own_settings = read_settings(folder)
-        check_family(own_settings.family, family, folder)
-        _layout(find_model(own_settings.model, family)[0], kind, own_settings.lora_rank > 0)
+    folder = check_exportable(run, kind=kind, family=family)
     # Only the run stored its base in 8 bits; adapters are exported for, and merged into, the original base.
     policy, settings, state = open_run(
         run, device="cpu", family=family, changes={"precision": "float32", "base_dtype": "compute"}
@@ -80,7 +76,38 @@ def export_run(
         kind=kind,
         dtype=dtype,
         family=family,
+        examples=example_images(folder, iteration),
     )
+
+
+def untrained_warning(export: Path) -> str:
+    """Returns a warning if a model was exported before its first iteration, else ""."""
+    record = json.loads((export / EXPORT_FILE).read_text(encoding="utf-8"))
+    if record["iteration"] > 0:
+        return ""
+    return (
+        f"the run has done 0 iterations, so {export} has the weights of its base model "
+        f"{record['base_model']}; train the run further before you use it"
+    )
+
+
+def check_exportable(run: str | Path, *, kind: str = "auto", family: str | None = None) -> Path:
+    """Checks, before anything is loaded, that a run has a checkpoint and can be exported as `kind`.
+
+    Args:
+        run, kind, family: as in `export_run`.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        ValueError: as `export_run`.
+    """
+    folder, _ = run_and_checkpoint(Path(run).expanduser())
+    own_settings = read_settings(folder)
+    check_family(own_settings.family, family, folder)
+    _layout(find_model(own_settings.model, family)[0], kind, own_settings.lora_rank > 0)
+    return folder
 
 
 def export_policy(
@@ -93,12 +120,14 @@ def export_policy(
     kind: str = "auto",
     dtype: str = "float32",
     family: str | None = None,
+    examples: Sequence[Example] = (),
 ) -> Path:
     """Writes `policy` to the folder `out`, completely or not at all, replacing an earlier export.
 
     Args:
         settings, metrics, iteration: for the model card; metrics are the lines of metrics.jsonl.
         kind, dtype, family: as in `export_run`.
+        examples: images for the model card, which are copied.
 
     Returns:
         `out`.
@@ -134,7 +163,11 @@ def export_policy(
             "settings": settings.resolved().model_dump(mode="json"),
         }
         write_atomic(unfinished / EXPORT_FILE, json.dumps(record, indent=1, ensure_ascii=False))
-        card = model_card(settings, metrics, iteration, policy=policy, family=own_family, kind=kind)
+        for example in examples:
+            shutil.copyfile(example.file, unfinished / example.name)
+        card = model_card(
+            settings, metrics, iteration, policy=policy, family=own_family, kind=kind, examples=examples
+        )
         write_atomic(unfinished / "README.md", card)
         for licence in policy.folder.glob("LICENSE*") if policy.folder is not None else ():
             shutil.copyfile(licence, unfinished / licence.name)

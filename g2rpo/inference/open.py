@@ -203,12 +203,7 @@ def open_run(
             was not named.
     """
     path = Path(path).expanduser()
-    run = run_of(path)
-    if run is None:
-        raise ValueError(f"{path} is neither a run folder (with config.toml) nor a checkpoint in one")
-    checkpoint = checkpoint_of(path, run)
-    if checkpoint is None:
-        raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
+    run, checkpoint = run_and_checkpoint(path)
     settings = read_settings(run)
     options = run_options(settings, changes or {}, family, run)
     policy = load_policy(settings.model, options, device=device or settings.device, family=family)
@@ -280,6 +275,24 @@ def run_of(path: Path) -> Path | None:
         *([path.parent.parent] if path.parent.name == "checkpoints" else []),
     ]
     return next((folder for folder in candidates if (folder / "config.toml").is_file()), None)
+
+
+def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
+    """Returns the run folder that `path` belongs to, and the checkpoint that it names.
+
+    Args:
+        path: as for `open_run`, without "~".
+
+    Raises:
+        ValueError: neither a run folder nor a checkpoint in one, no checkpoint yet, or a damaged one.
+    """
+    run = run_of(path)
+    if run is None:
+        raise ValueError(f"{path} is neither a run folder (with config.toml) nor a checkpoint in one")
+    checkpoint = checkpoint_of(path, run)
+    if checkpoint is None:
+        raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
+    return run, checkpoint
 
 
 def checkpoint_of(path: Path, run: Path) -> Path | None:

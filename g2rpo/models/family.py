@@ -190,11 +190,13 @@ class Export:
         policy: the exported policy.
         layout: name of the layout.
         model: name of the base model.
+        num_steps: denoising steps of an image.
     """
 
     policy: Policy
     layout: str
     model: str
+    num_steps: int
 
 
 def _own_command(export: Export) -> list[str]:

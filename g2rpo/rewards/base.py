@@ -122,6 +122,7 @@ class RewardSpec:
         dtype: dtype of these parameters, if the option `dtype` does not give another: a name of
             `model_reward.DTYPES`, or "auto".
         seconds: measured time, or None if it was not measured.
+        title: its name in prose, for reports and model cards; "": its name in a recipe.
     """
 
     factory: Callable[..., Any] | None = None
@@ -130,6 +131,7 @@ class RewardSpec:
     num_params: int | None = None
     dtype: str = "float32"
     seconds: RewardSeconds | None = None
+    title: str = ""
 
 
 def media_of(reward: Any) -> Media:

@@ -213,5 +213,5 @@ def load_strict(device: torch.device) -> GenEval:
     return GenEval(strict=True)
 
 
-SPEC = RewardSpec(load, num_params=0)
-STRICT_SPEC = RewardSpec(load_strict, num_params=0)
+SPEC = RewardSpec(load, num_params=0, title="GenEval")
+STRICT_SPEC = RewardSpec(load_strict, num_params=0, title="strict GenEval")

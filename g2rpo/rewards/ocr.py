@@ -110,6 +110,7 @@ def load(device: torch.device, *, exact: bool = False) -> Ocr:
 
 SPEC = RewardSpec(
     load,
+    title="rendered text (OCR)",
     num_params=0,  # the reader's networks are not on the device
     seconds=RewardSeconds(per_call=0.0, per_image=0.6, machine="one CPU core, square images up to 512 px"),
 )

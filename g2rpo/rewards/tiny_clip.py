@@ -57,4 +57,4 @@ def load(device: torch.device) -> TinyClip:
     return TinyClip(assets() / "tiny_clip", device)
 
 
-SPEC = RewardSpec(load, num_params=1_399_169)
+SPEC = RewardSpec(load, num_params=1_399_169, title="embedded CLIP score")

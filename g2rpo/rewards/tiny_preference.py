@@ -18,4 +18,4 @@ def load(device: torch.device) -> TinyClip:
     return TinyClip(assets() / "tiny_preference", device)
 
 
-SPEC = RewardSpec(load, num_params=1_399_169)
+SPEC = RewardSpec(load, num_params=1_399_169, title="embedded preference score")

@@ -53,5 +53,5 @@ def load_strict(device: torch.device) -> Verifier:
     return Verifier(device, strict=True)
 
 
-SPEC = RewardSpec(load, num_params=0)
-STRICT_SPEC = RewardSpec(load_strict, num_params=0)
+SPEC = RewardSpec(load, num_params=0, title="verifier")
+STRICT_SPEC = RewardSpec(load_strict, num_params=0, title="strict verifier")

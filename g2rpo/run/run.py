@@ -104,12 +104,15 @@ def mark_finished(out: Path, iterations: int) -> None:
     write_atomic(out / FINISHED, f"{iterations}\n")
 
 
+def finished_after(out: Path) -> str:
+    """Returns the number of iterations after which a run was complete, as text; "" if it never was."""
+    path = out / FINISHED
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+
+
 def is_finished(settings: Settings) -> bool:
     """Whether the run of these settings is complete, including the images and scores after its end."""
-    path = Path(settings.out).expanduser() / FINISHED
-    return path.is_file() and path.read_text(encoding="utf-8", errors="replace").strip() == str(
-        settings.iterations
-    )
+    return finished_after(Path(settings.out).expanduser()) == str(settings.iterations)
 
 
 def describe_run(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from g2rpo.data.published_prompts import PUBLISHED
 from g2rpo.models.tiny import FOLDER, assets
 
 
@@ -61,9 +62,19 @@ def report(out: str | Path = "runs") -> list[Row]:
     rows = [_python(), *(_package(name) for name in REQUIRED)]
     if importlib.util.find_spec("torch") is not None:
         rows += [*_devices(), _processes()]
-    rows += [_memory(), _disk(Path(out)), _embedded_model()]
+    rows += [_memory(), _disk(Path(out)), _embedded_model(), *_prompt_files()]
     rows += [_package(name, *OPTIONAL[name]) for name in OPTIONAL]
     return rows
+
+
+def _prompt_files() -> list[Row]:
+    """Prompt files that shipped recipes name, in the current folder."""
+    return [
+        Row(name, "ok", published.content)
+        if Path(name).is_file()
+        else Row(name, "optional", f"absent here ({published.content})", published.command)
+        for name, published in PUBLISHED.items()
+    ]
 
 
 def _python() -> Row:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     "train",
     "plan",
+    "settings",
     "fetch",
     "embed",
     "sample",

@@ -1,10 +1,13 @@
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g2rpo.data.prompts import MAX_CHARACTERS, Prompt, read_prompts
+from g2rpo.config.recipe import parse_recipe, recipe_text, shipped_recipes
+from g2rpo.data.prompts import MAX_CHARACTERS, Prompt, check_source, read_prompts
+from g2rpo.data.published_prompts import PUBLISHED
 from g2rpo.data.stream import PromptStream
 
 GENEVAL = Path(__file__).parents[1] / "fixtures" / "geneval.jsonl"
@@ -42,6 +45,34 @@ def test_long_and_foreign_prompts_are_kept_whole(tmp_path):
         "🐈 e\u0301",
     ]
     assert texts(tmp_path / "p.txt", "x" * MAX_CHARACTERS) == ["x" * MAX_CHARACTERS]
+
+
+def test_the_published_file_of_the_papers_prompts(tmp_path):
+    """The layout of train.json in the dataset HPDv2: a record per ranking, several of one prompt."""
+    ranking = {"human_preference": [1, 0], "file_path": ["1.jpg", "2.jpg"], "user_hash": ["a", "b"]}
+    records = [ranking | {"prompt": prompt} for prompt in ("a cat", "a dog", "a cat")]
+    assert texts(tmp_path / "hpsv2_train.json", json.dumps(records)) == ["a cat", "a dog"]
+
+
+def test_an_absent_published_file_is_answered_with_its_origin(tmp_path):
+    for name, published in PUBLISHED.items():
+        with pytest.raises(ValueError) as caught:
+            check_source(str(tmp_path / name))
+        assert published.command in str(caught.value) and published.also in str(caught.value)
+        assert published.command.endswith(f" {name}")
+    with pytest.raises(ValueError) as caught:
+        check_source(str(tmp_path / "mine.json"))
+    assert str(caught.value).endswith("give a file or world:NAME")
+
+
+def test_every_prompt_file_of_a_shipped_recipe_has_an_origin():
+    for name in shipped_recipes():
+        text, _ = recipe_text(name)
+        source = parse_recipe(text, name).get("prompts", "world:train")
+        assert source.startswith("world:") or source in PUBLISHED, f"{name}: {source}"
+        if source in PUBLISHED:
+            (line,) = (line for line in text.splitlines() if line.startswith("prompts = "))
+            assert "ymhao/HPDv2" in line and "ymhao/HPDv2" in PUBLISHED[source].command
 
 
 def test_json_layouts(tmp_path):

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from support.policies import policy_of
 from support.random_flux import save_random_flux
 from support.trained_runs import PROMPTS, make_run, velocity
+from typer.testing import CliRunner
 
-from g2rpo.config.load import Settings
+from g2rpo.algorithms.registry import PRESETS
+from g2rpo.cli.app import app
+from g2rpo.config.load import Settings, load_settings
 from g2rpo.exporters.card import base_licence, model_card
 from g2rpo.exporters.export import DTYPES, _layout, export_policy, export_run
 from g2rpo.inference.open import open_policy
@@ -20,6 +24,7 @@ from g2rpo.models.family import Writer
 from g2rpo.models.flux.family import FAMILY
 from g2rpo.models.flux.layout import is_original, to_diffusers
 from g2rpo.models.transformer.export import merged_state
+from g2rpo.rewards.registry import reward_spec
 
 CARD = "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial-license\n---\nText"
 
@@ -152,11 +157,93 @@ def test_model_card(base, tmp_path):
         and (out / "LICENSE.md").read_text() == "terms"
     )
     # Metrics up to the checkpoint's iteration 5: first 0.1, last 0.5, not the sixth line's 0.6.
-    assert "| reward/tiny_clip | 0.1000 | 0.5000 |" in card and "loss" not in card.split("## Settings")[0]
-    assert "trained for 5 iterations with g2rpo" in card and "lora_rank = 2" in card
-    assert "guidance_scale=2, height=16, width=16, max_sequence_length=12" in card
+    row = "| embedded CLIP score, training images | `reward/tiny_clip` | 0.1000 | 0.5000 |"
+    assert row in card and "loss" not in card.split("## Settings")[0]
+    assert "| verifier, evaluation images | `eval/verifier` |" in card
+    assert "trained for 5 iterations with G²RPO (g2rpo) on: embedded preference score (weight 1)." in card
+    assert f"\n# {base.name} trained with G²RPO\n" in card and "lora_rank = 2" in card
+    assert "| denoising steps | 16 in evaluations, 16 in training |" in card
+    assert "| training | 5 iterations of 4 prompts with 12 images each |" in card
+    assert "num_inference_steps=16, guidance_scale=2, height=16, width=16, max_sequence_length=12" in card
     assert json.loads((out / "g2rpo.json").read_text())["base_model"] == str(base)
     assert base_licence(tmp_path) == {}
+
+
+def painted(path: Path, colour: str) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), colour).save(path)
+    return path.read_bytes()
+
+
+def test_the_card_shows_images_of_the_run(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2)
+    assert "](samples.png)" not in (export_run(run) / "README.md").read_text()
+    # Of the exported checkpoint's iteration 5, not of others. The pairs are from the end of a longer run.
+    (run / "finished").write_text("6\n")
+    painted(run / "samples" / "step_000006" / "grid.png", "red")
+    grid = painted(run / "samples" / "step_000005" / "grid.png", "green")
+    pairs = painted(run / "before_after.png", "blue")
+    out = export_run(run)
+    card = (out / "README.md").read_text()
+    assert (out / "samples.png").read_bytes() == grid and not (out / "before_after.png").exists()
+    assert "](samples.png)" in card and "after 5 iterations, not chosen by score" in card
+    # Where the run ended at the checkpoint, the pairs of before and after are of this model.
+    (run / "finished").write_text("5\n")
+    out = export_run(run)
+    assert (out / "before_after.png").read_bytes() == pairs and not (out / "samples.png").exists()
+    assert "](before_after.png)" in (out / "README.md").read_text()
+
+
+def test_names_in_prose():
+    """The names of the papers' tables, for every shipped method and reward of the paper."""
+    assert [preset.title for preset in PRESETS.values()] == [
+        "G²RPO",
+        "G²RPO with Λ = {1}",
+        "Flow-GRPO",
+        "DanceGRPO",
+        "MixGRPO",
+        "DiffusionNFT",
+    ]
+    titles = {
+        name: reward_spec(name).title for name in ("hps", "clip", "pickscore", "imagereward", "unified")
+    }
+    assert titles == {
+        "hps": "HPS-v2.1",
+        "clip": "CLIP score",
+        "pickscore": "PickScore",
+        "imagereward": "ImageReward",
+        "unified": "UnifiedReward",
+    }
+
+
+def test_the_card_of_the_papers_run(base, tmp_path):
+    """As for FLUX.1-dev, with a small network in its place."""
+    _, policy = make_run(tmp_path / "run", base, lora_rank=2)
+    settings = load_settings("flux_hps_clip", check_files=False)
+    lines = [{"step": 1, "reward/hps": 0.3, "reward/my_file:score": 1.0}]
+    card = model_card(settings, lines, 300, policy=policy, family=FAMILY, kind="diffusers")
+    assert "# FLUX.1-dev trained with G²RPO\n" in card
+    assert "base_model: black-forest-labs/FLUX.1-dev\n" in card
+    assert "300 iterations with G²RPO (g2rpo) on: HPS-v2.1 (weight 1), CLIP score (weight 1)." in card
+    assert (
+        "| denoising steps | 50 in evaluations, 16 in training |" in card and "num_inference_steps=50" in card
+    )
+    assert "| HPS-v2.1, training images | `reward/hps` |" in card
+    assert "| my_file:score, training images | `reward/my_file:score` |" in card  # imports nothing
+    own = Settings(algorithm="my_file:Mine", out="runs/a", model="owner/model")
+    card = model_card(own, [], 1, policy=policy, family=FAMILY, kind="diffusers")
+    assert "# model trained with my_file:Mine\n" in card and "| denoising steps | 16 in evaluations |" in card
+
+
+def test_a_run_without_iterations_is_exported_with_a_warning(base, tmp_path):
+    run, _ = make_run(tmp_path / "run", base, lora_rank=2, iteration=0)
+    result = CliRunner().invoke(app, ["export", str(run)])
+    assert result.exit_code == 0 and result.stdout == f"{run / 'export'}\n"
+    assert (
+        result.stderr.startswith("warning: the run has done 0 iterations, so ") and str(base) in result.stderr
+    )
+    run, _ = make_run(tmp_path / "trained", base, lora_rank=2, iteration=1)
+    assert CliRunner().invoke(app, ["export", str(run)]).stderr == ""
 
 
 def test_what_a_user_can_get_wrong(base, tmp_path):

@@ -275,3 +275,14 @@ def test_the_embedded_model_needs_nothing(tmp_path):
     done = command(tmp_path, "--dry-run", HF_HUB_OFFLINE="1")
     assert done.returncode == 0 and "model: tiny: ships with g2rpo" in done.stdout
     assert not (tmp_path / "home").exists()
+
+
+def test_an_absent_prompt_file_is_named_with_its_origin(tmp_path):
+    (tmp_path / "own.toml").write_text('prompts = "hpsv2_train.json"\neval_prompts = "mine.txt"\n')
+    done = command(tmp_path, "own.toml", "--dry-run", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0
+    assert "prompts: hpsv2_train.json is not here, and is not fetched; it holds" in done.stdout
+    assert "`hf download ymhao/HPDv2 train.json" in done.stdout
+    assert "eval_prompts: mine.txt is not here, and is not fetched; give it" in done.stdout
+    (tmp_path / "hpsv2_train.json").write_text('["a cat"]')
+    assert "\nprompts:" not in command(tmp_path, "own.toml", "--dry-run", HF_HUB_OFFLINE="1").stdout

@@ -15,7 +15,7 @@ PROMPTS = ["a red circle", "two blue stars"]
 
 
 def make_run(
-    out: Path, base: Path, lora_rank: int, ema_decay: float = 0.0, **options: Any
+    out: Path, base: Path, lora_rank: int, ema_decay: float = 0.0, iteration: int = 5, **options: Any
 ) -> tuple[Path, FluxPolicy]:
     """A run folder as training leaves it, with weights moved away from the base."""
     settings = Settings(
@@ -36,7 +36,7 @@ def make_run(
     state = {"module": policy.module, "position": 8}
     if ema_decay:
         state["ema"] = {name: p.detach() * 0.5 for name, p in trained.items()}
-    save_checkpoint(out, 5, state)
+    save_checkpoint(out, iteration, state)
     (out / "config.toml").write_text(settings.to_toml())
     lines = [{"step": s, "reward/tiny_clip": 0.1 * s, "eval/verifier": 0.5, "loss": 0.0} for s in range(1, 7)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

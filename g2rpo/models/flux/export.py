@@ -79,7 +79,13 @@ def usage(export: Export) -> list[str]:
             f"pipeline = FluxPipeline.from_pretrained({base})",
             f'pipeline.load_lora_weights("THIS FOLDER"{name})',
         ]
-    lines = ["```python", *imports, "", *load, f'image = pipeline("…", {_call(export.policy)}).images[0]']
+    lines = [
+        "```python",
+        *imports,
+        "",
+        *load,
+        f'image = pipeline("…", {_call(export.policy, export.num_steps)}).images[0]',
+    ]
     lines.append("```")
     if kind == "single_file":
         lines += [
@@ -91,11 +97,13 @@ def usage(export: Export) -> list[str]:
     return lines
 
 
-def _call(policy: Policy) -> str:
+def _call(policy: Policy, num_steps: int) -> str:
     """Returns the arguments with which the stock pipeline generates this policy's images."""
     own = policy.conditions
     height, width = as_resolution(own["resolution"]) or (0, 0)
-    call = f"guidance_scale={own['guidance']:g}, height={height}, width={width}"
+    call = (
+        f"num_inference_steps={num_steps}, guidance_scale={own['guidance']:g}, height={height}, width={width}"
+    )
     call += f", max_sequence_length={own['max_sequence_length']}"
     if own["true_cfg"] != 1:
         negative = json.dumps(own["negative_prompt"], ensure_ascii=False)

@@ -25,7 +25,8 @@ def _call(export: Export) -> str:
     """Returns the arguments with which the stock pipeline generates this policy's images."""
     own = export.policy.conditions
     height, width = as_resolution(own["resolution"]) or (0, 0)
-    call = f"height={height}, width={width}, max_sequence_length={own['max_sequence_length']}"
+    call = f"num_inference_steps={export.num_steps}, height={height}, width={width}"
+    call += f", max_sequence_length={own['max_sequence_length']}"
     call += f", true_cfg_scale={own['true_cfg']:g}"
     if own["true_cfg"] != 1:
         call += f", negative_prompt={json.dumps(own['negative_prompt'], ensure_ascii=False)}"

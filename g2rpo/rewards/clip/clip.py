@@ -58,6 +58,7 @@ def load(
 
 SPEC = RewardSpec(
     load,
+    title="CLIP score",
     sources=(Source(REPOSITORY, HUB_FILES), CLIP_TOKENIZER_SOURCE),
     num_params=986_109_441,
     dtype=AUTO,

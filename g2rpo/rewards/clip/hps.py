@@ -52,6 +52,7 @@ def load(
 
 SPEC = RewardSpec(
     load,
+    title="HPS-v2.1",
     sources=(Source(REPOSITORY, FILES[:1]), CLIP_TOKENIZER_SOURCE),
     num_params=986_109_441,
     dtype=AUTO,

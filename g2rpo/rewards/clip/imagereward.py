@@ -217,6 +217,7 @@ def meta_network(file: Path, state: Mapping[str, Tensor], heads: Heads = None) -
 
 SPEC = RewardSpec(
     load,
+    title="ImageReward",
     sources=(Source(REPOSITORY, FILES[:1]), BERT_TOKENIZER_SOURCE),
     num_params=446_666_465,
     dtype=AUTO,

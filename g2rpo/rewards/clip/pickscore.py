@@ -55,6 +55,7 @@ def load(
 
 SPEC = RewardSpec(
     load,
+    title="PickScore",
     sources=(Source(REPOSITORY, HUB_FILES), CLIP_TOKENIZER_SOURCE),
     num_params=986_109_441,
     dtype=AUTO,

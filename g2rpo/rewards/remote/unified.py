@@ -271,4 +271,6 @@ def _answer_errors() -> tuple[type[Exception], ...]:
     return (httpx.HTTPStatusError, ValueError, KeyError, TypeError)
 
 
-SPEC = RewardSpec(load, origin="computed by a server, which has the weights", num_params=0)
+SPEC = RewardSpec(
+    load, origin="computed by a server, which has the weights", num_params=0, title="UnifiedReward"
+)
