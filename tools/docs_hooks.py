@@ -7,8 +7,6 @@
 - The line `<!-- settings -->` in docs/settings.md is replaced by the reference of all settings.
 """
 
-import importlib
-import importlib.util
 import posixpath
 import re
 from pathlib import Path
@@ -20,8 +18,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-# MkDocs has the folder of this file on the path while it loads it.
-from settings_page import settings_markdown
+from g2rpo.config.reference import markdown as settings_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -63,11 +60,9 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 
 
 def _settings_reference() -> str:
-    """The sections of the reference: the package's own where it has one, otherwise those of settings_page."""
-    if importlib.util.find_spec("g2rpo.config.reference") is None:
-        return settings_markdown()
-    page: str = importlib.import_module("g2rpo.config.reference").markdown()
-    return page[page.index("\n## ") :].strip()  # docs/settings.md has the title and the introduction
+    """The sections of the settings reference without their title: docs/settings.md has one."""
+    page = settings_markdown()
+    return page[page.index("\n## ") :].strip()
 
 
 def _needed(mark: re.Match[str]) -> str:
