@@ -21,7 +21,7 @@ GOOD_ANSWERS = 2  # before a server begins to fail
 GOOD = b'{"scores": [%s]}'
 # Way to fail -> (what the server sends, what the message says of it). Placeholders are filled by `_answer`.
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "refused": ("", ("refused", "ConnectError", "no server")),
+    "refused": ("", ("refused", "ConnectError", "no server", "disconnected")),  # it may go during a request
     "reset": ("reset", ("reset", "ReadError", "RemoteProtocolError", "disconnected", "closed")),
     "hangs": ("hang", ("no answer", "time.?out", "within")),
     "drips": ("drip", ("no answer", "time.?out", "within", "slow", "took")),
@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
         "<html><body>Please log in</body></html>",
         ("JSON", "html"),
     ),
-    "TLS": ("tls", ("TLS", "SSL", "certificate", "ConnectError", "protocol")),
+    "TLS": ("tls", ("TLS", "SSL", "certificate", "ConnectError", "protocol", "no answer within")),
 }
 # These fail before the run; a check by GET accepts any answer, so that the others show in the first rollout.
 AT_THE_START = ("refused", "reset", "hangs", "redirect", "TLS")
