@@ -3,6 +3,7 @@
 Imports take 8 s per process, which is longer than a tiny run.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -70,6 +71,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments, log: Pa
 
 
 def _start(rank, count, port, log, function, arguments) -> None:
+    gc.freeze()  # the garbage collector need not visit, and so copy, the objects that the server has imported
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
@@ -153,6 +155,7 @@ def started_command(*words: str, cwd: Path | None = None, **environment: str) ->
 def _command(words, cwd, environment, files) -> None:
     import sys
 
+    gc.freeze()  # as in `_start`
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(cwd)
