@@ -42,6 +42,9 @@ LOG = logging.getLogger(__name__)
 IDENTITIES = "loggers.json"
 """File in a run folder: name of a logger -> what continues the run of its service."""
 
+QUIET_ON_FULL_DISK = "quiet_on_full_disk"
+"""Attribute by which the hook of `_keep_full_disk_quiet` is recognised."""
+
 
 class Loggers:
     """The loggers of a run that work; none on other processes than the first.
@@ -184,12 +187,18 @@ def _identities(out: Path) -> dict[str, dict[str, str]]:
 
 
 def _keep_full_disk_quiet() -> None:
-    """Omits the traceback of TensorBoard's thread on a full disk: the next call raises the same error."""
+    """Omits the traceback of TensorBoard's thread on a full disk: the next call raises the same error.
+
+    Later calls change nothing, so that the runs of one process do not wrap the hook again and again.
+    """
     before = threading.excepthook
+    if getattr(before, QUIET_ON_FULL_DISK, False):
+        return
 
     def hook(error: threading.ExceptHookArgs) -> None:
         is_full = error.exc_value is not None and disk_full(Path(EVENTS), error.exc_value) is not None
         if not (is_full and "_AsyncWriter" in type(error.thread).__name__):
             before(error)
 
+    setattr(hook, QUIET_ON_FULL_DISK, True)
     threading.excepthook = hook

@@ -8,7 +8,7 @@ Captions are generated as token ids on the device of the scenes (a million per s
 """
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -227,13 +227,19 @@ def prompt_set(name: str, num: int = 2000) -> list[tuple[str, dict]]:
     """
     if name not in PROMPT_SETS:
         raise ValueError(f"no prompt set {name!r} in the embedded world; there are {', '.join(PROMPT_SETS)}")
+    return [(text, {"groups": groups}) for text, groups in _prompts_with_groups(name, num)]
+
+
+@cache
+def _prompts_with_groups(name: str, num: int) -> tuple[tuple[str, int], ...]:
+    """Generates the prompts of a set and the number of groups in each; a run reads its sets several times."""
     if name == "demo":
         texts = list(DEMO_PROMPTS)
     else:
         generator = torch.Generator().manual_seed(20251002 + PROMPT_SETS.index(name))
         scenes = sample_compositions(2 * num, generator, held_out=name == "heldout", two_groups=0.5)
         texts = list(dict.fromkeys(captions(scenes, generator)))[:num]
-    return [(text, {"groups": _num_groups(text)}) for text in texts]
+    return tuple((text, _num_groups(text)) for text in texts)
 
 
 def _num_groups(text: str) -> int:

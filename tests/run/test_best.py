@@ -62,6 +62,24 @@ def train(tmp_path, judge):
     return run
 
 
+@pytest.fixture(scope="module")
+def two_iterations(tmp_path_factory):
+    """A run of two iterations, of which the first is the best; `best_first` is a copy for each test."""
+    folder = tmp_path_factory.mktemp("two_iterations")
+    module = types.ModuleType("scripted")
+    scores = [0.5, 0.8, 0.7]
+    module.judge = prescribed(lambda: scores.pop(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "scripted", module)
+        values = RUN | {"cache": str(folder / "cache"), "out": str(folder / "run"), "iterations": 2}
+        return g2rpo.train("tiny", **values).out
+
+
+@pytest.fixture
+def best_first(two_iterations, tmp_path):
+    return shutil.copytree(two_iterations, tmp_path / "run", symlinks=True)
+
+
 def weights(path):
     policy, _, state = open_run(path, device="cpu")
     return state["iteration"], {n: p.detach().clone() for n, p in policy.module.named_parameters()}
@@ -101,14 +119,13 @@ def test_the_best_stays_and_opens(train, tmp_path):
     assert not all(torch.equal(one, best[name]) for name, one in weights(done.out)[1].items())
 
 
-def test_every_command_knows_its_name(train):
-    done = train([0.5, 0.8, 0.7], iterations=2)
-    check_model(f"{done.out}/best")
-    assert labels_of([str(done.out), f"{done.out}/best"]) == ["run", "run_best"]
-    assert model_state(f"{done.out}/best") != model_state(str(done.out))
-    assert model_state(f"{done.out}/best") == model_state(f"{done.out}/checkpoints/step_000001")
-    folder = export_run(f"{done.out}/best")
-    assert folder == done.out / "export_best" and labels_of([str(folder)]) == ["run_best"]
+def test_every_command_knows_its_name(best_first):
+    check_model(f"{best_first}/best")
+    assert labels_of([str(best_first), f"{best_first}/best"]) == ["run", "run_best"]
+    assert model_state(f"{best_first}/best") != model_state(str(best_first))
+    assert model_state(f"{best_first}/best") == model_state(f"{best_first}/checkpoints/step_000001")
+    folder = export_run(f"{best_first}/best")
+    assert folder == best_first / "export_best" and labels_of([str(folder)]) == ["run_best"]
     assert json.loads((folder / "g2rpo.json").read_text())["iteration"] == 1
 
 
@@ -160,12 +177,11 @@ def test_none_is_better_than_the_base(train):
             ask(done.out)
 
 
-def test_a_damaged_best_is_reported(train):
-    done = train([0.5, 0.6, 0.2], iterations=2)
-    next(best_checkpoint(done.out).glob("*.distcp")).unlink()
+def test_a_damaged_best_is_reported(best_first):
+    next(best_checkpoint(best_first).glob("*.distcp")).unlink()
     with pytest.raises(ValueError, match=r"opens no checkpoint: step_000001: .*distcp is missing. .*newest"):
-        open_run(done.out / "best")
-    assert weights(done.out)[0] == 2
+        open_run(best_first / "best")
+    assert weights(best_first)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -254,22 +270,19 @@ def test_rubbish_in_the_pointer(train, judge):
     assert kept_best(done.out)[0] == "step_000001"
 
 
-def test_a_folder_of_that_name(train, tmp_path):
-    done = train([0.5, 0.6], iterations=1)
-    (done.out / "best").unlink()
-    export_run(done.out, done.out / "best")
-    check_model(f"{done.out}/best")  # a model like any other
+def test_a_folder_of_that_name(best_first, train):
+    (best_first / "best").unlink()
+    export_run(best_first, best_first / "best")
+    check_model(f"{best_first}/best")  # a model like any other
     with pytest.raises(ValueError, match="best is a folder, and the run needs that name"):
-        train([0.7], iterations=2)
+        train([0.7], iterations=3)
 
 
-def test_a_checkpoint_that_goes_while_it_is_read(train, monkeypatch):
-    done = train([0.5, 0.6], iterations=1)
-
+def test_a_checkpoint_that_goes_while_it_is_read(best_first, monkeypatch):
     def gone(checkpoint, *rest, **more):
         shutil.rmtree(checkpoint)
         raise AssertionError("metadata is None")
 
     monkeypatch.setattr("g2rpo.run.checkpoint.load_checkpoint", gone)
     with pytest.raises(ValueError, match=r"step_000001 changed while it was read .*; try again"):
-        open_run(done.out / "best")
+        open_run(best_first / "best")

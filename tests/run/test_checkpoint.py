@@ -1,9 +1,8 @@
+import gc
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -12,8 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.checkpoint_run import Run, same
+from support.processes import FORKS, run_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import g2rpo
 from g2rpo.run.checkpoint import check_checkpoint_space, load_checkpoint, save_checkpoint
@@ -267,37 +270,30 @@ def test_state_that_cannot_be_stored(tmp_path):
         save_checkpoint(tmp_path, 1, {"optimizer": run.optimizer})
 
 
-WRITER = """
-import sys, torch
-from torch import nn
-from g2rpo.run.checkpoint import save_checkpoint
-torch.manual_seed(0)
-module = nn.ModuleList([nn.Linear(1000, 1000) for _ in range(100)])  # 400 MB: a write that takes a while
-save_checkpoint(sys.argv[1], 1, {"module": nn.Linear(2, 2)})
-print("first", flush=True)
-save_checkpoint(sys.argv[1], 2, {"module": module})
-print("second", flush=True)
-"""
+def write_two(folder: Path) -> None:
+    """Writes a small checkpoint, then one that takes a while; a file says that the second is complete."""
+    torch.manual_seed(0)
+    module = nn.ModuleList([nn.Linear(1000, 1000) for _ in range(100)])  # 400 MB
+    save_checkpoint(folder, 1, {"module": nn.Linear(2, 2)})
+    save_checkpoint(folder, 2, {"module": module})
+    (folder / "second").touch()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_write_leaves_the_last_checkpoint_good(tmp_path):
     # A process of its own, really killed while the second checkpoint's file grows.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None and process.stdout.readline() == "first\n"
+    process = FORKS.Process(target=write_two, args=(tmp_path,))
+    process.start()
     unfinished = tmp_path / "checkpoints" / "step_000002.tmp"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not any(file.stat().st_size for file in unfinished.glob("*.distcp")):
-        assert time.monotonic() < deadline and process.poll() is None, (
+        assert time.monotonic() < deadline and process.exitcode is None, (
             "the write was over before it could be killed"
         )
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    rest, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL and rest == ""
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and not (tmp_path / "second").exists()
 
     assert unfinished.is_dir() and not (tmp_path / "checkpoints" / "step_000002").exists()
     path = latest_checkpoint(tmp_path)
@@ -308,52 +304,41 @@ def test_a_killed_write_leaves_the_last_checkpoint_good(tmp_path):
     assert sorted(folder.name for folder in path.parent.iterdir()) == ["step_000001", "step_000002"]
 
 
-TWO_RANKS = """
-import gc, sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from g2rpo.run.checkpoint import load_checkpoint, save_checkpoint
-from g2rpo.run.folder import latest_checkpoint
+def save_and_load_sharded(folder: Path) -> None:
+    """What each of two processes does: a step, a checkpoint that another model reads, and a step of both."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
 
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,))
-def made(seed):
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    fully_shard(module, mesh=mesh)
-    return module, torch.optim.AdamW(module.parameters(), lr=0.1)
-def step(module, optimizer):
-    module(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-def main():
-    a, b = made(0), made(1)
-    step(*a)
-    path = save_checkpoint(sys.argv[1], 1, {"module": a[0], "optimizer": a[1], "position": 3})
-    assert path == latest_checkpoint(sys.argv[1])
-    assert load_checkpoint(path, {"module": b[0], "optimizer": b[1]})["position"] == 3
-    step(*a)
-    step(*b)
-    for p, q in zip(a[0].parameters(), b[0].parameters()):
-        assert torch.equal(p.full_tensor(), q.full_tensor())
-    if dist.get_rank() == 0:
-        print(a[0][0].weight.to_local().shape)
-main()
-gc.collect()  # what holds the group goes before it: at the interpreter's end gloo's threads may abort
-dist.destroy_process_group()
-"""
+    def made(seed):
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        fully_shard(module, mesh=mesh)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    def step(module, optimizer):
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def compare():
+        a, b = made(0), made(1)
+        step(*a)
+        path = save_checkpoint(folder, 1, {"module": a[0], "optimizer": a[1], "position": 3})
+        assert path == latest_checkpoint(folder)
+        assert load_checkpoint(path, {"module": b[0], "optimizer": b[1]})["position"] == 3
+        step(*a)
+        step(*b)
+        for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q.full_tensor())
+
+    compare()
+    gc.collect()  # what holds the group goes before it: at the interpreter's end gloo's threads may abort
+    dist.destroy_process_group()
 
 
 def test_two_sharded_processes_and_then_one(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = tmp_path / "two.py"
-    script.write_text(TWO_RANKS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / "run")], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    ended = run_processes(2, save_and_load_sharded, tmp_path / "run", log=tmp_path / "log")
+    assert [code for code, _ in ended] == [0, 0], ended
     path = latest_checkpoint(tmp_path / "run")
     assert path is not None and len(list(path.glob("*.distcp"))) == 2  # each process wrote its shards
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))

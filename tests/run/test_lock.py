@@ -4,15 +4,13 @@ import errno
 import fcntl
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from datetime import datetime
 
 import pytest
-from support.small_runs import SMALL, quiet, wait_for
+from support.processes import started_command
+from support.small_runs import SMALL, wait_for
 
 import g2rpo
 from g2rpo.config.load import load_settings
@@ -24,19 +22,9 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
     """The same command twice, as a queue or a forgotten terminal does; then the first is killed."""
     values = {**SMALL, "cache": str(tmp_path / "cache"), "out": str(tmp_path / "run"), "checkpoint_every": 1}
     words = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items() if k != "rewards"]
-    command = [
-        sys.executable,
-        "-m",
-        "g2rpo",
-        "train",
-        "tiny",
-        *words,
-        "rewards={tiny_clip=1.0}",
-        "iterations=500",
-    ]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=quiet())
+    command = ["train", "tiny", *words, "rewards={tiny_clip=1.0}", "iterations=500"]
     metrics = tmp_path / "run" / "metrics.jsonl"
-    try:
+    with started_command(*command) as first:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -49,9 +37,7 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path, monkeypatc
                 g2rpo.train("tiny", **values, iterations=500)
         before = len(metrics.read_text().splitlines())
         wait_for(lambda: len(metrics.read_text().splitlines()) > before)  # it was not disturbed
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.kill()
     done = read_metrics(metrics)[-1]["step"]
     assert g2rpo.train("tiny", **values, iterations=done + 1).finished, "the lock went with the process"
 

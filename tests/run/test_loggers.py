@@ -1,5 +1,6 @@
 """Loggers: real ones (TensorBoard, wandb offline, trackio), and ones that fail wherever they can."""
 
+import errno
 import importlib.util
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -161,6 +163,25 @@ def test_a_run_goes_on_with_the_same_numbers(service, tmp_path):
     plain = g2rpo.train("tiny", **{**shared, "out": str(tmp_path / "plain")})
     assert run.finished and timeless(run.metrics) == timeless(plain.metrics)
     assert [line["kind"] for line in read_warnings(run.out)] == ["logger"]
+
+
+def test_the_hook_for_a_full_disk_is_installed_once(tmp_path, monkeypatch):
+    """Starts of many runs in one process do not wrap it again and again; other errors stay visible."""
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    Loggers([], tmp_path)
+    hook = threading.excepthook
+    Loggers([], tmp_path)
+    assert threading.excepthook is hook
+    full = OSError(errno.ENOSPC, "No space left on device")
+    tensorboard = type("_AsyncWriterThread", (threading.Thread,), {})()
+    broken = ValueError("broken")
+    for thread, error in ((tensorboard, full), (threading.Thread(), full), (tensorboard, broken)):
+        hook(threading.ExceptHookArgs((type(error), error, None, thread)))
+    assert [(type(said.thread), said.exc_value is full) for said in reported] == [
+        (threading.Thread, True),
+        (type(tensorboard), False),
+    ]
 
 
 def test_other_processes_have_no_loggers(service, tmp_path, monkeypatch):

@@ -3,13 +3,15 @@
 Imports take 8 s per process, which is longer than a tiny run.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -20,6 +22,16 @@ FORKS.set_forkserver_preload(
         "diffusers.models.transformers.transformer_flux",
         "diffusers.models.autoencoders.autoencoder_kl",
         "peft",
+        "transformers.models.clip.modeling_clip",
+        "transformers.models.t5.modeling_t5",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+        "g2rpo.models.flux.policy",
+        "g2rpo.rewards.tiny_clip",
+        "g2rpo.costs.estimate",
+        "g2rpo.evaluation.evaluate",
+        "g2rpo.exporters.export",
+        "g2rpo.report.page",
     ]
 )
 TIMEOUT_SECONDS = 120
@@ -59,6 +71,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments, log: Pa
 
 
 def _start(rank, count, port, log, function, arguments) -> None:
+    gc.freeze()  # the garbage collector need not visit, and so copy, the objects that the server has imported
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
@@ -89,21 +102,60 @@ def run_command(*words: str, cwd: Path | None = None, **environment: str) -> sub
     Returns:
         Exit code, stdout and stderr; the exit code is -9 for a process that was killed after the timeout.
     """
+    with started_command(*words, cwd=cwd, **environment) as started:
+        return started.wait()
+
+
+class StartedCommand:
+    """A `g2rpo` command at work in a process of its own."""
+
+    def __init__(self, words: tuple[str, ...], cwd: Path, environment: dict[str, str], folder: Path) -> None:
+        """Starts it; stdout and stderr are collected in `folder`."""
+        self._words, self._files = words, [folder / name for name in ("stdout", "stderr")]
+        self._process = FORKS.Process(target=_command, args=(words, cwd, environment, self._files))
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it is at work; -N if signal N ended it."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """Ends it by SIGKILL, if it is still at work."""
+        self._process.kill()
+        self._process.join()
+
+    def wait(self) -> subprocess.CompletedProcess:
+        """Waits until it has ended; returns exit code, stdout and stderr.
+
+        The exit code is -9 for a process that was killed after the timeout.
+        """
+        self._process.join(TIMEOUT_SECONDS)
+        if self._process.exitcode is None:
+            self.kill()
+        texts = [file.read_text(encoding="utf-8") if file.exists() else "" for file in self._files]
+        return subprocess.CompletedProcess(self._words, self._process.exitcode, *texts)
+
+
+@contextmanager
+def started_command(*words: str, cwd: Path | None = None, **environment: str) -> Iterator[StartedCommand]:
+    """Starts `g2rpo WORDS` in a separate process, for tests that act on it while it works.
+
+    At the end of the context it is killed if it is still at work. Arguments as for `run_command`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = FORKS.Process(target=_command, args=(words, cwd or Path.cwd(), environment, files))
-        process.start()
-        process.join(TIMEOUT_SECONDS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        texts = [file.read_text(encoding="utf-8") if file.exists() else "" for file in files]
-    return subprocess.CompletedProcess(words, process.exitcode, *texts)
+        started = StartedCommand(words, cwd or Path.cwd(), environment, Path(folder))
+        try:
+            yield started
+        finally:
+            started.kill()
 
 
 def _command(words, cwd, environment, files) -> None:
     import sys
 
+    gc.freeze()  # as in `_start`
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(cwd)

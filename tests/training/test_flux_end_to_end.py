@@ -6,8 +6,6 @@ Each of it with all weights trained and with adapters, on a folder in diffusers 
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from support.policies import load
+from support.processes import started_command
 from support.random_flux import save_random_flux
 from typer.testing import CliRunner
 
@@ -114,27 +113,20 @@ class Trained:
 def trained(request, base, cache, embedded, tmp_path_factory) -> Trained:
     out = tmp_path_factory.mktemp("place") / "run"
     words = recipe(base, cache, out, request.param)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    environment["PYTHONUNBUFFERED"] = "1"  # what it says is not lost with it
-    process = subprocess.Popen(
-        [sys.executable, "-m", "g2rpo", "train", *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (out / "latest").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    killed, _ = process.communicate(timeout=60)
+    with started_command("train", *words) as process:
+        deadline = time.monotonic() + 120
+        while not (out / "latest").exists() and process.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.kill()
+        ended = process.wait()
+    killed = ended.stdout + ended.stderr
     checkpoint = latest_checkpoint(out)
     assert checkpoint is not None, killed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FluxText, "_load", lambda self: pytest.fail("loaded the text encoders"))
         resumed = "".join(g2rpo("train", *words))
     steps = int(checkpoint.name.removeprefix("step_"))
-    return Trained(out, words, request.param, killed, resumed, steps, process.returncode)
+    return Trained(out, words, request.param, killed, resumed, steps, ended.returncode)
 
 
 def weights(out):

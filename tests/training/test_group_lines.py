@@ -1,13 +1,11 @@
 """groups.jsonl of the real command: one line per iteration and prompt, also after a kill and a resume."""
 
 import json
-import signal
 import statistics
-import subprocess
-import sys
 
 import pytest
-from support.small_runs import SMALL, quiet, wait_for
+from support.processes import run_command, started_command
+from support.small_runs import SMALL, wait_for
 
 from g2rpo.run.groups import GROUPS_FILE, read_groups
 from g2rpo.run.metrics import read_metrics
@@ -24,16 +22,15 @@ def test_a_killed_and_resumed_run_has_a_line_per_iteration_and_prompt(tmp_path):
         for key, value in given.items()
         if key != "rewards"
     ]
-    command = [sys.executable, "-m", "g2rpo", "train", "tiny", *words, "rewards={tiny_clip=1.0}"]
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet())
-    wait_for(lambda: (out / "latest").is_file() and len(read_groups(out)) >= 4)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    command = ["train", "tiny", *words, "rewards={tiny_clip=1.0}"]
+    with started_command(*command) as killed:
+        wait_for(lambda: (out / "latest").is_file() and len(read_groups(out)) >= 4)
+        killed.kill()
     done = len(read_metrics(out / "metrics.jsonl"))
     assert 1 <= done < ITERATIONS
     with (out / GROUPS_FILE).open("a") as file:  # as if it had been killed before its line of metrics
         file.write('{"step": 4, "prompt_index": 0, "reward": {}}\n{"step": 4, "promp')
-    resumed = subprocess.run(command, capture_output=True, text=True, env=quiet())
+    resumed = run_command(*command)
     assert resumed.returncode == 0, resumed.stderr
 
     groups, metrics = read_groups(out), read_metrics(out / "metrics.jsonl")

@@ -87,16 +87,23 @@ def test_a_run_leaves_what_the_design_says(run, tmp_path):
     assert len(done.changes) == 4 and done.changes[0].trained
 
 
-def test_counted_forwards_are_the_stated_ones(run):
-    line = run(iterations=1).metrics[-1]
+@pytest.fixture(scope="module")
+def first_iteration(tmp_path_factory, cache):
+    """Metrics of the first iteration with SMALL settings."""
+    out = tmp_path_factory.mktemp("first") / "run"
+    return g2rpo.train("tiny", **SMALL, cache=cache, out=str(out), iterations=1).metrics[-1]
+
+
+def test_counted_forwards_are_the_stated_ones(first_iteration):
+    line = first_iteration
     settings = load_settings("tiny", {**SMALL, "iterations": 1})
     plan = settings.make_algorithm().plan(settings.seed, 0)
     assert line["nfe"] == 2 * plan.nfe(3)["total"]
     assert line["nfe_update"] == 2 * plan.nfe(3)["update"] * 3  # a forward, and a backward worth two
 
 
-def test_the_first_update_has_ratio_one(run):
-    line = run(iterations=1).metrics[-1]
+def test_the_first_update_has_ratio_one(first_iteration):
+    line = first_iteration
     assert line["ratio_max_dev"] == 0 and line["clip_fraction"] == 0 and line["approx_kl"] == 0
     assert line["rollout_ratio_dev"] < 1e-6  # rollout and update see the same float32 velocity
     assert (

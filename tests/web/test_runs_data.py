@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +9,8 @@ import time
 
 import pytest
 from support.measured_runs import lines, write_run, write_samples
-from support.small_runs import SMALL, quiet, wait_for
+from support.processes import started_command
+from support.small_runs import SMALL, wait_for
 
 from g2rpo.run.lock import LOCK, read_holder
 from g2rpo.run.metrics import read_metrics
@@ -177,11 +177,8 @@ def test_a_run_at_work_is_stopped_with_a_checkpoint(tmp_path):
     out = tmp_path / "run"
     values = {**SMALL, "cache": str(tmp_path / "cache"), "out": str(out), "checkpoint_every": 1000}
     words = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items() if k != "rewards"]
-    command = [sys.executable, "-m", "g2rpo", "train", "tiny", *words, "rewards={tiny_clip=1.0}"]
-    run = subprocess.Popen(
-        [*command, "iterations=500"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=quiet(), text=True
-    )
-    try:
+    command = ["train", "tiny", *words, "rewards={tiny_clip=1.0}", "iterations=500"]
+    with started_command(*command) as run:
         metrics = out / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
         state = run_state(read_view("run", out).record)
@@ -189,10 +186,8 @@ def test_a_run_at_work_is_stopped_with_a_checkpoint(tmp_path):
         assert read_holder(out).pid == run.pid
         said = stop_run(out, state.pid, state.since)
         assert "writes a checkpoint" in said
-        output, _ = run.communicate(timeout=120)
-    finally:
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+        ended = run.wait()
+        output = ended.stdout + ended.stderr
     assert "iterations are saved" in output, output
     done = read_metrics(metrics)[-1]["step"]
     assert (out / "checkpoints" / f"step_{done:06d}").is_dir()
