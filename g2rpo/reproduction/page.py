@@ -136,8 +136,8 @@ def source_commit() -> str:
 
 def _single_commands(plan: Plan) -> Iterator[str]:
     """The commands that do parts of the reproduction by themselves."""
-    run, model = shlex.quote(str(plan.run)), shlex.quote(plan.settings.model)
-    yield f"g2rpo train {shlex.quote(str(plan.run / 'config.toml'))}"
+    run, model = shlex.quote(str(plan.shown(plan.run))), shlex.quote(plan.settings.model)
+    yield f"g2rpo train {shlex.quote(str(plan.shown(plan.run) / 'config.toml'))}"
     evaluation = plan.criteria.evaluation
     steps = ",".join(map(str, evaluation.steps))
     machine = plan.before.get("machine")

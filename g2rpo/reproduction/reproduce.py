@@ -114,9 +114,10 @@ def reproduce(
         out.mkdir(parents=True, exist_ok=True)
     with exclusive(out), one_group(resolve_device(settings.device)):
         barrier()  # all have seen the folder as it was
-        if not begun and rank() == 0:
+        if rank() == 0:
+            if not begun:
+                write_begun(out, identity)
             write_atomic(out / "criteria.toml", text)
-            write_begun(out, identity)
         barrier()
         return _stages(plan, continue_after_failure, command)
 

@@ -87,6 +87,11 @@ class Plan:
         """The run folder."""
         return Path(self.settings.out)
 
+    def shown(self, path: Path) -> Path:
+        """A path for the report, which others read: relative to the current folder, if it is in it."""
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+
     @property
     def num_prompts(self) -> int:
         """Number of benchmark prompts."""
@@ -115,7 +120,7 @@ def machine(plan: Plan) -> Stage:
 
 def _machine(plan: Plan) -> tuple[list[Check], dict[str, Any]]:
     settings = plan.settings
-    rows = doctor_rows(plan.out)
+    rows = doctor_rows(plan.shown(plan.out))
     missing = [f"{row.name}: {row.detail} ({row.advice})" for row in rows if row.status == "missing"]
     checks = [
         check(
@@ -410,7 +415,7 @@ def _ratio_check(plan: Plan, preflight: Mapping[str, Any]) -> Check:
     criteria = plan.criteria.start
     name, expected = "first ratio is 1", f"|ratio - 1| at most {criteria.max_ratio_deviation:g}"
     if "ratio_noise" not in preflight:
-        return check(name, False, f"no {PREFLIGHT} in {plan.run}", expected, criteria.ratio_source)
+        return check(name, False, f"no {PREFLIGHT} in {plan.shown(plan.run)}", expected, criteria.ratio_source)
     noise = preflight["ratio_noise"]
     if noise is None and preflight.get("clip_range") is None:
         return not_applicable(name, expected, criteria.ratio_source, "this objective has no ratio")
