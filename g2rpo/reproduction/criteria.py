@@ -70,6 +70,8 @@ class Evaluation(_Data):
     conditions: dict[str, Any] = {}
     """Conditions that replace those of the recipe, such as resolution."""
     batch: Count = 16
+    rises: list[str] = []
+    """Trained rewards that must rise on the benchmark prompts; the other trained ones must not fall."""
 
     @field_validator("conditions")
     @classmethod
@@ -174,6 +176,8 @@ def parse_criteria(text: str, name: str) -> Criteria:
         lines = [f"  {'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise ValueError(f"criteria {name}:\n" + "\n".join(lines)) from error
     known = set(criteria.evaluation.rewards)
+    if unknown := sorted(set(criteria.evaluation.rises) - known):
+        raise ValueError(f"criteria {name}: {unknown[0]!r} is not among evaluation.rewards: {sorted(known)}")
     compared: list[Row | Gain] = [*criteria.row, *criteria.gain]
     for row in compared:
         if unknown := sorted({*row.values, *row.errors} - known):

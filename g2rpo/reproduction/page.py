@@ -313,7 +313,7 @@ def _curves(record: Record) -> list[str]:
         return []
     ends = [f"until {end:g}" for end, _ in next(values for values in series.values() if values)]
     rows = [(name, *(f"{value:.4f}" for _, value in values)) for name, values in series.items()]
-    note = "Means over the images of the rollouts. Each iteration has prompts of its own, so these are noisy."
+    note = "Means over the images of the rollouts. The prompts of two parts may differ, so these are noisy."
     return ["", "## Rewards during training, by iteration", "", *_table(("reward", *ends), rows), "", note]
 
 

@@ -415,7 +415,8 @@ def _ratio_check(plan: Plan, preflight: Mapping[str, Any]) -> Check:
     criteria = plan.criteria.start
     name, expected = "first ratio is 1", f"|ratio - 1| at most {criteria.max_ratio_deviation:g}"
     if "ratio_noise" not in preflight:
-        return check(name, False, f"no {PREFLIGHT} in {plan.shown(plan.run)}", expected, criteria.ratio_source)
+        absent = f"no {PREFLIGHT} in {plan.shown(plan.run)}"
+        return check(name, False, absent, expected, criteria.ratio_source)
     noise = preflight["ratio_noise"]
     if noise is None and preflight.get("clip_range") is None:
         return not_applicable(name, expected, criteria.ratio_source, "this objective has no ratio")
@@ -543,8 +544,8 @@ def evaluation(plan: Plan) -> Stage:
     for name in plan.settings.rewards:
         if name in plan.rewards:
             gain = scores.gain(first, name)
-            source = plan.criteria.curve.source
-            must_rise = name in plan.criteria.curve.rises
+            source = "rule of the criteria"
+            must_rise = name in plan.criteria.evaluation.rises
             title = f"{name} after {plan.settings.iterations} iterations, benchmark prompts"
             errors = plan.criteria.curve.standard_errors
             checks.append(rise_check(title, gain, errors, source, must_rise=must_rise))

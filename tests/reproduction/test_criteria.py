@@ -62,7 +62,7 @@ def test_the_shipped_criteria_belong_to_shipped_recipes():
         criteria = parse_criteria(*criteria_text(name))
         recipe = load_settings(name, check_files=False)
         assert set(recipe.rewards) <= set(criteria.evaluation.rewards)
-        assert set(criteria.curve.rises) <= set(recipe.rewards)
+        assert set(criteria.curve.rises) | set(criteria.evaluation.rises) <= set(recipe.rewards)
         assert criteria.start.iterations <= criteria.curve.iterations <= recipe.iterations
         assert criteria.curve.iterations == recipe.iterations or (
             criteria.curve.iterations % recipe.checkpoint_every == 0
