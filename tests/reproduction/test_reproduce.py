@@ -401,26 +401,33 @@ def test_a_run_that_stops_in_its_first_iterations_is_a_failed_check(own, tmp_pat
     done = begin(tmp_path, go_on=False, prompts=str(tmp_path / "prompts.txt"), **changes)
     assert not done.complete and done.stages[-1].name == "start"
     stopped = next(check for check in done.stages[-1].checks if check.name == "the first 1 iterations")
-    assert stopped.status == "FAIL" and "without" in stopped.measured, stopped
+    assert stopped.status == "FAIL" and "50% of the samples have no reward" in stopped.measured, stopped
+
+
+def command_words(folder: Path, criteria: str) -> list[str]:
+    """The command with a criteria file, and CHANGES as overrides for a reward that the package has."""
+    (folder / "mine.toml").write_text(criteria.replace('"own_rep:red"', '"tiny_clip"'))
+    words = ["reproduce", "tiny", "--criteria", str(folder / "mine.toml"), "--limit", "5"]
+    words += ["rewards.tiny_preference=none", "rewards.tiny_clip=1"]
+    changes = {key: value for key, value in CHANGES.items() if key != "rewards"}
+    return [*words, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changes.items())]
+
+
+def test_a_failed_check_before_the_training_gives_exit_code_1(tmp_path):
+    wrong = CRITERIA.replace('"own_rep:red" = 0.2, hps = 0.305', '"own_rep:red" = 9.2, hps = 0.305')
+    done = run_command(*command_words(tmp_path, wrong), f"out={tmp_path / 'out'}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL: tiny_clip of the base model in 2 steps" in done.stdout
+    assert "--continue-after-failure" in done.stdout
+    assert f"report: {tmp_path / 'out' / 'reproduction.md'}" in done.stdout
+    assert not (tmp_path / "out" / "run").exists()
 
 
 @pytest.mark.long
-def test_the_command_and_two_processes(own, tmp_path, monkeypatch):
-    """Two processes find what one found; a failed check gives exit code 1."""
-    (tmp_path / "mine.toml").write_text(CRITERIA.replace('"own_rep:red"', '"tiny_clip"'))
-    changes = {**CHANGES, "rewards": {"tiny_preference": "none", "tiny_clip": 1.0}}
-    words = ["reproduce", "tiny", "--criteria", str(tmp_path / "mine.toml"), "--limit", "5"]
-    for key, value in changes.items():
-        value = value if isinstance(value, str) else json.dumps(value)
-        words += (
-            [f"{key}={value}"]
-            if key != "rewards"
-            else ["rewards.tiny_preference=none", "rewards.tiny_clip=1"]
-        )
+def test_two_processes_find_what_one_finds(tmp_path):
+    words = command_words(tmp_path, CRITERIA)
     one = run_command(*words, f"out={tmp_path / 'one'}")
     assert one.returncode == 0, one.stdout + one.stderr
-    assert "Stage 5 of 5, training and tables" in one.stdout
-    assert f"report: {tmp_path / 'one' / 'reproduction.md'}" in one.stdout
     for code, output in run_processes(2, command_as, *words, f"out={tmp_path / 'two'}", log=tmp_path / "log"):
         assert code == 0, output
     means = [
@@ -430,18 +437,3 @@ def test_the_command_and_two_processes(own, tmp_path, monkeypatch):
         if stage["name"] == "evaluation"
     ]
     assert means[0] == pytest.approx(means[1], abs=1e-4) and len(means[0]) == 8
-    assert (
-        "torchrun --nproc-per-node 2 -m g2rpo reproduce" in (tmp_path / "two" / "reproduction.md").read_text()
-    )
-
-    (tmp_path / "mine.toml").write_text(
-        CRITERIA.replace('"own_rep:red" = 0.2, hps', '"tiny_clip" = 9.2, hps').replace(
-            '"own_rep:red"', '"tiny_clip"'
-        )
-    )
-    shutil.rmtree(tmp_path / "one")
-    failed = run_command(*words, f"out={tmp_path / 'one'}")
-    assert failed.returncode == 1 and "--continue-after-failure" in failed.stdout, (
-        failed.stdout + failed.stderr
-    )
-    assert not (tmp_path / "one" / "run").exists()
