@@ -27,6 +27,7 @@ LAYERS = [
     "training",
     "comparison",
     "report",
+    "reproduction",
     "web",
     "cli",
 ]

@@ -23,6 +23,7 @@ from g2rpo.cli.gallery import gallery
 from g2rpo.cli.plan import plan
 from g2rpo.cli.process import Program
 from g2rpo.cli.report import report
+from g2rpo.cli.reproduce import reproduce
 from g2rpo.cli.run_command import RunCommand, TrainCommand
 from g2rpo.cli.sample import sample
 from g2rpo.cli.score import score
@@ -72,6 +73,7 @@ COMMANDS = (
     gallery,
     compare,
     report,
+    reproduce,
     demo,
     export,
     doctor,

@@ -11,7 +11,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -146,9 +147,30 @@ def start_processes(device: torch.device) -> None:
 
 
 def end_processes() -> None:
-    """Leaves the process group, if this process is in one."""
-    if dist.is_initialized():
+    """Leaves the process group, if this process is in one and no `one_group` block is active."""
+    if dist.is_initialized() and not _kept_groups:
         dist.destroy_process_group()
+
+
+_kept_groups: list[torch.device] = []
+
+
+@contextmanager
+def one_group(device: torch.device) -> Iterator[None]:
+    """Joins the process group for the block and keeps it for all work in it, which may end processes itself.
+
+    A group is not joined twice: its second meeting would find what the first one left at the meeting point.
+
+    Raises:
+        ValueError: as `start_processes`.
+    """
+    start_processes(device)
+    _kept_groups.append(device)
+    try:
+        yield
+    finally:
+        _kept_groups.pop()
+        end_processes()
 
 
 def rank() -> int:

@@ -21,7 +21,7 @@ from g2rpo.models.loading.reading import index_names, other_files
 from g2rpo.models.registry import find_model, is_random, known_models
 from g2rpo.models.tiny import is_tiny
 from g2rpo.rewards.base import RewardSpec, Source
-from g2rpo.rewards.registry import reward_facts
+from g2rpo.rewards.registry import option_names, reward_facts
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,66 @@ def _missing_of_part(folder: Path, part: str) -> list[str]:
     if not indexes and not any(path.glob("*.safetensors")):
         missing.append(f"{part}/*.safetensors{other_files(path)}")
     return missing
+
+
+def absent_model(model: str, family: str | None = None) -> str:
+    """What of a model is not on this machine, as a text; "" if it is complete. The hub is not asked.
+
+    Raises:
+        ValueError: `model` is neither a folder, a hub name nor a model that is made here.
+    """
+    if is_random(model) or is_tiny(model) or Path(model).expanduser().is_dir():
+        try:
+            _model_need(model, family)
+        except ValueError as error:
+            return str(error)
+        return ""
+    known = known_models(family).get(model)
+    patterns = ("model_index.json",) if known is None else tuple(f"{part}/*" for part in known.parts)
+    folder = _cached(Source(model, ("model_index.json", *patterns)))
+    if folder is None:
+        return f"{model} is not in the hub's cache"
+    of_family = known or find_model(folder, family)[0]
+    missing = missing_files(folder, of_family)
+    return f"{folder} lacks {', '.join(missing)}" if missing else ""
+
+
+SERVER_OPTIONS = ("servers", "urls")
+"""Options of rewards that servers compute, of which one names the servers."""
+
+
+def absent_reward(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """What a reward needs that is not on this machine, as a text; "" if nothing. The hub is not asked.
+
+    Raises:
+        ValueError: there is no such reward.
+    """
+    facts = reward_facts(name)
+    if facts.spec is None:
+        return "" if facts.target is not None else facts.reason
+    given = dict(options or {})
+    known = option_names(facts.spec.factory) if facts.spec.factory is not None else None
+    addresses = [option for option in SERVER_OPTIONS if option in (known or ())]
+    if addresses and not any(given.get(option) for option in addresses):
+        return f"no server is given (option {name}.{' or '.join(addresses)})"
+    absent = [
+        source.repo
+        for source in _reward_sources(facts.spec, given)
+        if isinstance(source, Source) and _cached(source) is None
+    ]
+    return f"{', '.join(dict.fromkeys(absent))}: not in the hub's cache" if absent else ""
+
+
+def _cached(source: Source) -> Path | None:
+    """The hub's snapshot of a repository on this machine; None if it lacks a file for one of the patterns."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(source.repo, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if all(any(folder.glob(pattern)) for pattern in source.files) else None
 
 
 def _model_need(model: str, custom: str | None) -> Need:
