@@ -52,7 +52,7 @@ from g2rpo.models.options import (
     plain_resolution,
 )
 from g2rpo.runtime.secrets import without_secrets
-from g2rpo.runtime.text import did_you_mean
+from g2rpo.runtime.text import did_you_mean, shortened
 from g2rpo.runtime.values import check_numbers, check_texts, is_text
 
 if TYPE_CHECKING:
@@ -265,7 +265,10 @@ class Settings(BaseModel):
         values = with_loggers(values)
         table = values.get("algorithm_options", {})
         if not isinstance(table, Mapping):
-            return values
+            raise ValueError(
+                f"algorithm_options = {shortened(repr(table), 200)}: give a table of options, such as "
+                "algorithm_options = {eta = 0.7}, or each option as a key of its own"
+            )
         custom = is_custom(str(values.get("algorithm", "")))
         flat = {
             name: value

@@ -59,6 +59,8 @@ RECIPES = {
     "groupsize = 8\n": ["did you mean 'group_size'"],
     "window_size = 4\n": ["'window_size'", "'window'", "mix_grpo", "algorithm=g2rpo"],
     "update_batchs = 4\n": ["'update_batchs'", "did you mean 'update_batch'"],
+    "algorithm_options = 3\n": ["algorithm_options = 3", "give a table of options"],
+    'algorithm_options = "a\\u001f"\n': ["algorithm_options = 'a\\x1f'", "give a table of options"],
     "window = 4\n": ["no window", "window is an option of", "mix_grpo"],
     "roll_bak = true\n": ["'roll_back'", "option of algorithm=mix_grpo"],
     "nft_beta = 0.1\n": ["no nft_beta", "option of nft"],

@@ -75,6 +75,8 @@ def check_command(words: list[str]) -> set[str]:
     if words[0].startswith("-"):
         return set()
     assert words[0] in PROGRAM.commands, f"no command {words[0]}"
+    if words[1:] == ["--help"]:
+        return set()
     # The command's own parser, which refuses unknown options and missing arguments; nothing is run.
     given = PROGRAM.commands[words[0]].make_context(words[0], words[1:]).params
     for option in ("rewards", "reward"):

@@ -30,7 +30,7 @@ eta = 0.7
 group_size = 2
 prompts = "prompts.txt"
 prompts_per_iteration = 1
-rewards = { tiny_preference = 1.0 }
+rewards = { verifier = 1.0 }
 eval_rewards = ["tiny_clip"]
 iterations = 1
 num_sample_prompts = 1

@@ -99,9 +99,9 @@ def test_the_error_of_wrong_criteria_names_file_and_key():
     with pytest.raises(ValueError, match=r"mine\.toml:\n  titel: Extra inputs are not permitted"):
         parse_criteria(f'titel = "x"\n{text}', "mine.toml")
     with pytest.raises(ValueError, match=r"evaluation\.num_prompts: .*greater than or equal to 1"):
-        parse_criteria(text.replace("num_prompts = 128", "num_prompts = 0"), "mine.toml")
-    with pytest.raises(ValueError, match=r"'tiny_clap' is not among evaluation\.rewards"):
-        parse_criteria(text.replace("{ tiny_preference = 0.7032", "{ tiny_clap = 0.7032"), "mine.toml")
+        parse_criteria(text.replace("num_prompts = 1024", "num_prompts = 0"), "mine.toml")
+    with pytest.raises(ValueError, match=r"'verifyer' is not among evaluation\.rewards"):
+        parse_criteria(text.replace("{ verifier = 0.8555", "{ verifyer = 0.8555"), "mine.toml")
     with pytest.raises(ValueError, match=r"7 steps are not in evaluation\.steps"):
         parse_criteria(text.replace('model = "base"\nsteps = 6', 'model = "base"\nsteps = 7'), "mine.toml")
     with pytest.raises(

@@ -408,7 +408,7 @@ def command_words(folder: Path, criteria: str) -> list[str]:
     """The command with a criteria file, and CHANGES as overrides for a reward that the package has."""
     (folder / "mine.toml").write_text(criteria.replace('"own_rep:red"', '"tiny_clip"'))
     words = ["reproduce", "tiny", "--criteria", str(folder / "mine.toml"), "--limit", "5"]
-    words += ["rewards.tiny_preference=none", "rewards.tiny_clip=1"]
+    words += ["rewards.verifier=none", "rewards.tiny_clip=1"]
     changes = {key: value for key, value in CHANGES.items() if key != "rewards"}
     changes["lr"] = 1e-6  # at 1e-4 this reward falls, and the check of the curve fails
     return [*words, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changes.items())]
