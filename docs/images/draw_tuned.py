@@ -1,9 +1,10 @@
-"""Draws tuned.png, the figure at the top of the README: pairs of images in which training changed the verdict.
+"""Draws tuned.png, the figure at the top of the README: pairs of images whose verdict changed by training.
 
     python docs/images/draw_tuned.py
 
-Both models draw the first held-out prompts with the same seeds. Shown are the first prompts on which the strict
-verdict of the two models differs, in their order; nothing else is selected. tuned.json counts all verdicts.
+Both models draw the first held-out prompts with the same seeds. Shown are the first prompts on which the
+strict verdict of the two models differs, in their order; nothing else is selected. tuned.json counts all
+verdicts.
 """
 
 import json

@@ -56,8 +56,8 @@ def main(
 ) -> None:
     """Align flow-matching image models with preferences by reinforcement learning.
 
-    The methods are G2RPO (arXiv:2510.01982), MixGRPO, DanceGRPO and Flow-GRPO. For options and examples of a
-    command, use `g2rpo COMMAND --help`.
+    The methods are G2RPO (arXiv:2510.01982), MixGRPO, DanceGRPO, Flow-GRPO and DiffusionNFT. For options and
+    examples of a command, use `g2rpo COMMAND --help`.
     """
 
 
