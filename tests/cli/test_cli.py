@@ -30,6 +30,7 @@ COMMANDS = (
     "gallery",
     "compare",
     "report",
+    "reproduce",
     "demo",
     "export",
     "doctor",

@@ -41,7 +41,7 @@ def test_plan_names_what_was_chosen_and_what_is_hardly_meant(in_folder):
         "granularities: 50",
     ):
         assert f"{note}" in output, output
-    assert "note: " not in said("plan", "tiny", "compare_images=0", "eval_every=0", "keep_best=none")
+    assert "note: " not in said("plan", "tiny", "compare_images=0", "granularities=[1]", "keep_best=none")
 
 
 @pytest.mark.parametrize("command", ["sample", "plan", "train", "evaluate"])

@@ -164,7 +164,7 @@ def test_the_report_and_its_page(three_arms, tmp_path):
         assert phrase in parts.text, phrase
     assert all("reward" in alt or "evaluation" in alt for alt in parts.images)
     markdown = (tmp_path / "compare.md").read_text(encoding="utf-8")
-    assert "| a | 2 | 6.0000 ± 2.0000 |" in markdown and "| lr | 3e-05 | 0.001 | – |" in markdown
+    assert "| a | 2 | 6.0000 ± 2.0000 |" in markdown and "| lr | 5e-05 | 0.001 | – |" in markdown
     with open(tmp_path / "compare.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 + 3 + 2 + 2
@@ -337,7 +337,7 @@ def test_runs_that_are_there(tmp_path):
     assert found.values["reward/r"].rows[0][2] == "3.0000 ± 1.0000" and not found.failed
     again = compare(tmp_path / "out", report_only=True, smoothing=0)  # from its record
     assert again.values == found.values
-    with pytest.raises(ValueError, match=r"may differ in the seed alone.*lr: 3e-05 and 0\.001"):
+    with pytest.raises(ValueError, match=r"may differ in the seed alone.*lr: 5e-05 and 0\.001"):
         compare(tmp_path / "out", runs=[f"a={one}", f"a={odd}"])
     with pytest.raises(ValueError, match="is seed 0 of a already"):
         read_runs([f"a={one}", f"a={one}"])
@@ -473,7 +473,7 @@ def test_stopped_resumed_failed_and_finished_runs(tmp_path):
     again = both(G2RPO, DANCE)
     assert output == [] and again.values["eval/tiny_clip"].rows[0] == done.values["eval/tiny_clip"].rows[1]
     with pytest.raises(
-        ValueError, match=r"arm g2rpo: .* holds a run with other settings(.|\n)*lr: 3e-05 there"
+        ValueError, match=r"arm g2rpo: .* holds a run with other settings(.|\n)*lr: 5e-05 there"
     ):
         both(G2RPO, DANCE, more=["lr=1e-2"])
     with pytest.raises(ValueError, match=r"arm g2rpo: .* evaluated in another way.*eval_num_steps: 1 and 2"):

@@ -19,6 +19,7 @@ SMALL = {
     "compare_images": 0,
     "eval_num_steps": 2,
     "loggers": [],
+    "lr_schedule": "constant",
     "warmup_iterations": 0,
     "ema_decay": 0.0,
     "device": "cpu",
