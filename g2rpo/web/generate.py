@@ -189,6 +189,10 @@ def generate_tab(context: WebContext) -> None:
         **MODEL_QUEUE,
     )
     private: dict[str, Any] = {"queue": False, "api_visibility": "private"}
+    # An event of its own: on a busy machine the browser may merge updates of one event, and lose this one.
+    running.success(
+        lambda: [gr.update(interactive=True)] * len(results.files), None, list(results.files), **private
+    )
     # First the job ends, then the line is written: progress that is still under way would replace it.
     cancel.click(lambda: None, None, None, cancels=[running], **private).then(
         lambda: status_html("cancelled"), None, results.status, **private
