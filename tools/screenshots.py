@@ -86,6 +86,10 @@ def web_pictures(browser: Browser, url: str, run: str, out: Path) -> None:
     page.locator("#explore-run").click()
     expect(page.locator("#explore-status")).to_contain_text("explored in", timeout=PATIENCE)
     save(page, out / "page_web_explore.png")
+    page.locator("#explore-group").evaluate(
+        "group => window.scrollTo(0, group.getBoundingClientRect().top - 120)"
+    )
+    save(page, out / "page_web_group.png", stay=True)
 
     page.get_by_role("tab", name="Runs").click()
     expect(page.locator(f'#runs-table tr[data-run="{run}"]')).to_be_visible(timeout=PATIENCE)
@@ -98,13 +102,18 @@ def web_pictures(browser: Browser, url: str, run: str, out: Path) -> None:
     page.close()
 
 
-def save(page: Page, path: Path, selector: str = "") -> None:
-    """Writes the window, or an element, as a PNG with a palette, which has about a third of the bytes."""
+def save(page: Page, path: Path, selector: str = "", *, stay: bool = False) -> None:
+    """Writes the window, or an element, as a PNG with a palette, which has about a third of the bytes.
+
+    Args:
+        stay: the page keeps its position; otherwise its top is shown.
+    """
     page.wait_for_timeout(500)  # images are decoded, animations have ended
     if selector:
         page.locator(selector).screenshot(path=path, animations="disabled")
     else:
-        page.evaluate("window.scrollTo(0, 0)")
+        if not stay:
+            page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=path, animations="disabled")
     with Image.open(path) as image:
         image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -16,12 +16,12 @@ SMOOTHING = 0.15
 """Window of the trailing mean of training rewards, as a share of the iterations."""
 
 
-class Curve(NamedTuple):
+class PlottedLine(NamedTuple):
     """One line of a panel.
 
     Attributes:
         x, y: the points; those whose y is not finite are left out.
-        error: standard error of each y, shown as a bar; None: not known.
+        error: standard error of each y, shown as a bar; NaN or None: not known.
         window: number of points of a trailing mean, which is drawn over the pale line of the points; 1: none.
     """
 
@@ -40,16 +40,16 @@ def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
         path: the figure, PNG or SVG.
         metrics: lines of metrics.jsonl.
     """
-    panels: dict[str, dict[str, Curve]] = {}
+    panels: dict[str, dict[str, PlottedLine]] = {}
     for prefix, label in (("reward/", "training"), ("eval/", "unseen prompts")):
         for name in dict.fromkeys(key for line in metrics for key in line if key.startswith(prefix)):
             lines = [line for line in metrics if line.get(name) is not None]
             reward = name.removeprefix(prefix)
             errors = [line.get(f"eval_se/{reward}") for line in lines]
-            panels.setdefault(reward, {})[label] = Curve(
+            panels.setdefault(reward, {})[label] = PlottedLine(
                 [float(line["step"]) for line in lines],
                 [float(line[name]) for line in lines],
-                [float(error or 0) for error in errors] if prefix == "eval/" else None,
+                [float("nan" if error is None else error) for error in errors] if prefix == "eval/" else None,
                 max(round(SMOOTHING * len(lines)), 1) if prefix == "reward/" else 1,
             )
     if panels:
@@ -57,7 +57,7 @@ def write_curves(path: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
 
 
 def save_curves(
-    curves: Mapping[str, Mapping[str, Curve]],
+    curves: Mapping[str, Mapping[str, PlottedLine]],
     path: Path,
     *,
     x_label: str = "iteration",
@@ -93,7 +93,7 @@ def save_curves(
         save_figure(figure, temporary, path.suffix[1:])
 
 
-def _draw(axes: Any, curve: Curve, label: str, colour: str, stroke: Any) -> None:
+def _draw(axes: Any, curve: PlottedLine, label: str, colour: str, stroke: Any) -> None:
     values = np.asarray(curve.y, dtype=float)
     kept = np.isfinite(values)
     x, values = np.asarray(curve.x, dtype=float)[kept], values[kept]
@@ -106,4 +106,4 @@ def _draw(axes: Any, curve: Curve, label: str, colour: str, stroke: Any) -> None
     axes.plot(x, values, stroke, color=colour, marker=".", markersize=3, label=label)
     if curve.error is not None:
         error = np.asarray(curve.error, dtype=float)[kept]
-        axes.errorbar(x, values, np.nan_to_num(error), fmt="none", ecolor=colour, capsize=2, elinewidth=1)
+        axes.errorbar(x, values, error, fmt="none", ecolor=colour, capsize=2, elinewidth=1)

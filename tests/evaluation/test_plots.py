@@ -7,16 +7,16 @@ import sys
 import pytest
 from PIL import Image
 
-from g2rpo.evaluation.plots import Curve, save_curves, write_curves
+from g2rpo.evaluation.plots import PlottedLine, save_curves, write_curves
 
 
 def test_curves_are_drawn(tmp_path):
     curves = {
         "reward": {
-            "run a": Curve([1, 2, 3], [0.1, 0.2, 0.3]),
-            "run b": Curve([1, 2, 3], [0.3, float("nan"), 0.1]),
+            "run a": PlottedLine([1, 2, 3], [0.1, 0.2, 0.3]),
+            "run b": PlottedLine([1, 2, 3], [0.3, float("nan"), 0.1]),
         },
-        "loss": {"run a": Curve([1, 2, 3], [1, 0, 1])},
+        "loss": {"run a": PlottedLine([1, 2, 3], [1, 0, 1])},
     }
     save_curves(curves, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:
@@ -42,8 +42,10 @@ def test_an_inherited_backend_does_not_matter(tmp_path, backend):
 
 def test_a_name_has_one_colour_in_all_panels(tmp_path):
     # The second panel has the second line only: it is in the second colour there too.
-    save_curves({"a": {"x": Curve([1], [1]), "y": Curve([1], [1])}}, tmp_path / "both.svg")
-    save_curves({"a": {"x": Curve([1], [1])}, "b": {"y": Curve([1, 2], [1, 2])}}, tmp_path / "apart.svg")
+    save_curves({"a": {"x": PlottedLine([1], [1]), "y": PlottedLine([1], [1])}}, tmp_path / "both.svg")
+    save_curves(
+        {"a": {"x": PlottedLine([1], [1])}, "b": {"y": PlottedLine([1, 2], [1, 2])}}, tmp_path / "apart.svg"
+    )
     both, apart = ((tmp_path / name).read_text() for name in ("both.svg", "apart.svg"))
     for text in (both, apart):
         assert "#0072b2" in text and "#d55e00" in text
@@ -56,7 +58,7 @@ def test_training_rewards_get_a_trailing_mean_and_evaluations_their_errors(tmp_p
     monkeypatch.setattr("g2rpo.evaluation.plots.save_curves", lambda panels, path: drawn.update(panels))
     write_curves(tmp_path / "curve.png", metrics)
     assert drawn["x"]["training"].window == 6
-    assert drawn["x"]["unseen prompts"] == Curve([40.0], [0.75], [0.125], 1)
+    assert drawn["x"]["unseen prompts"] == PlottedLine([40.0], [0.75], [0.125], 1)
     monkeypatch.undo()
     write_curves(tmp_path / "curve.svg", metrics)
     assert "mean of 6" in (tmp_path / "curve.svg").read_text()
