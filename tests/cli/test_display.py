@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from support.small_runs import quiet
 from support.terminal import ROOT, Terminal
 
 from g2rpo.cli.display import LiveDisplay, cropped, cropped_path, packed
@@ -218,7 +217,7 @@ SMALL = [
 
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_and_a_clean_terminal(tmp_path):
     words = ["-m", "g2rpo", "train", "tiny", f"out={tmp_path / 'run'}", f"cache={tmp_path / 'cache'}", *SMALL]
-    opened = Terminal(words, **quiet())
+    opened = Terminal(words)
     opened.read(until=lambda text: re.search(r"iteration [2-9]/40", text))
     os.killpg(opened.process.pid, signal.SIGINT)  # what a terminal does
     text = opened.read(120)
@@ -237,7 +236,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_and_a_clean_terminal(tmp_path)
 @pytest.mark.long
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     words = ["-m", "g2rpo", "train", "tiny", f"out={tmp_path / 'run'}", f"cache={tmp_path / 'cache'}", *SMALL]
-    opened = Terminal(words, **quiet())
+    opened = Terminal(words)
     opened.read(until=lambda text: re.search(r"iteration [2-9]/40", text))
     opened.close()
     end = time.monotonic() + 120
