@@ -183,6 +183,31 @@ class CheckedReward:
         # Of a tensor from torch.inference_mode, autograd would refuse to save what is computed from it.
         return scores.clone() if scores.is_inference() else scores
 
+    def cannot_score(self, prompts: Sequence[str], metadata: Metadata) -> list[str | None]:
+        """Asks the reward's own method `cannot_score(prompt, metadata)`, if it has one, about each prompt.
+
+        Returns:
+            Why no image of the prompt would get a score; None: there is no such method, or no such reason.
+
+        Raises:
+            ValueError: the method raised an exception.
+        """
+        reason_of = getattr(self.reward, "cannot_score", None)
+        if not callable(reason_of):
+            return [None] * len(prompts)
+        with exits_reported(self.name, "while saying which prompts it can score"), restored_state(self.name):
+            try:
+                reasons = [
+                    reason_of(prompt, deepcopy(entry))
+                    for prompt, entry in zip(prompts, metadata, strict=True)
+                ]
+            except Exception as error:
+                raise ValueError(
+                    f"reward {self.name!r}: its method cannot_score raised {type(error).__name__}: "
+                    f"{masked(str(error))}. It takes (prompt, metadata), and returns a reason or None"
+                ) from error
+        return [None if reason is None else masked(str(reason)) for reason in reasons]
+
     def describe(self) -> str | None:
         """Returns the reward's own description (its `describe()`) for the log, or None if it has none."""
         with exits_reported(self.name, "while describing itself"), restored_state(self.name):

@@ -179,6 +179,14 @@ class GenEval:
     last_error: str | None = None
     _logged: set[str] = field(default_factory=set, repr=False)
 
+    def cannot_score(self, prompt: str, metadata: Mapping[str, Any] | None = None) -> str | None:
+        """Returns why no image of this prompt has a score, or None if its metadata can be checked."""
+        try:
+            Checks.of(metadata or {})
+        except ValueError as error:
+            return str(error)
+        return None
+
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
         scores = torch.full((len(prompts),), torch.nan)

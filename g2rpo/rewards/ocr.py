@@ -67,6 +67,12 @@ class Ocr:
     exact: bool = False
     last_error: str | None = None
 
+    def cannot_score(self, prompt: str, metadata: Mapping[str, Any] | None = None) -> str | None:
+        """Returns why no image of this prompt has a score, or None if a text is requested."""
+        if normalised(requested_text(prompt, metadata)):
+            return None
+        return f"no text in double quotes in {prompt[:80]!r}, and none in the metadata"
+
     def __call__(self, images: Tensor, prompts: list[str], metadata: Metadata | None = None) -> Tensor:
         entries = metadata or [{}] * len(prompts)
         scores = torch.full((len(prompts),), torch.nan)
@@ -76,7 +82,7 @@ class Ocr:
                 recognised = normalised(self.read(images[row]))
                 scores[row] = similarity(recognised, requested, exact=self.exact)
             else:
-                self.last_error = f"no text in double quotes in {prompt[:80]!r}, and none in the metadata"
+                self.last_error = self.cannot_score(prompt, entry)
         return scores
 
     def read(self, image: Tensor) -> str:

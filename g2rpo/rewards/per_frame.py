@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +116,11 @@ class PerFrame:
     def last_error(self) -> str | None:
         """What the wrapped reward reports of its last call."""
         return getattr(self.reward, "last_error", None)
+
+    def cannot_score(self, prompt: str, metadata: Mapping[str, Any] | None = None) -> str | None:
+        """Returns what the wrapped reward says of this prompt; None: nothing."""
+        reason_of = getattr(self.reward, "cannot_score", None)
+        return reason_of(prompt, metadata) if callable(reason_of) else None
 
     def describe(self) -> str:
         """Returns a line for the log: the frames, the reduction, and the reward's own description."""

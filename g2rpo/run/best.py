@@ -19,10 +19,31 @@ from g2rpo.runtime.processes import rank
 from g2rpo.runtime.records import DamagedFile, read_record
 
 
-def _evaluations(out: str | Path, reward: str) -> dict[int, float]:
-    """Iteration -> mean of its evaluation by `reward`, of whatever kind."""
+def _evaluations(out: str | Path, reward: str, until: int) -> dict[int, float]:
+    """Iteration -> mean of its evaluation by `reward`, of whatever kind, as far as iteration `until`.
+
+    Means are those of metrics.jsonl. Where that file lost lines, they are computed from the records of the
+    evaluations: otherwise a model that is worse than the untrained one would become the best.
+    """
     lines = read_metrics(Path(out) / "metrics.jsonl")
-    return {line["step"]: value for line in lines if (value := line.get(f"eval/{reward}")) is not None}
+    means = {line["step"]: value for line in lines if (value := line.get(f"eval/{reward}")) is not None}
+    for file in sorted((Path(out) / "evaluations").glob("step_*.json")):
+        step = STEP.fullmatch(file.stem)
+        if step is None or int(step[1]) > until or int(step[1]) in means:
+            continue
+        scores = (_record(file) or {}).get("scores", {}).get(reward, [])
+        if finite := [score for score in scores if score is not None and math.isfinite(score)]:
+            means[int(step[1])] = math.fsum(finite) / len(finite)
+    return means
+
+
+def _record(file: Path) -> dict[str, Any] | None:
+    """The record of an evaluation, empty if there is none; None: it is damaged."""
+    try:
+        return read_record(file) if file.is_file() else {}
+    except DamagedFile as error:
+        warn_once(f"{error}; its mean is taken from metrics.jsonl, as one of the same prompts and seeds")
+        return None
 
 
 def _kind(out: Path, step: int, reward: str) -> list[Any] | None:
@@ -31,11 +52,8 @@ def _kind(out: Path, step: int, reward: str) -> list[Any] | None:
     None: the record is damaged. Its mean is in metrics.jsonl, too, and counts as one of the same kind, so
     that a better checkpoint is not given up.
     """
-    file = out / "evaluations" / f"{step_name(step)}.json"
-    try:
-        record = read_record(file) if file.is_file() else {}
-    except DamagedFile as error:
-        warn_once(f"{error}; its mean is taken from metrics.jsonl, as one of the same prompts and seeds")
+    record = _record(out / "evaluations" / f"{step_name(step)}.json")
+    if record is None:
         return None
     images = [record.get(name) for name in ("prompts", "seeds", "num_steps")]
     return [*images, *(record.get(name, {}).get(reward) for name in ("judges", "options"))]
@@ -49,7 +67,7 @@ def is_best(out: str | Path, reward: str, iteration: int) -> bool:
         reward: name of the reward, as in eval/<reward>.
         iteration: the iteration after which the evaluation was made.
     """
-    values = _evaluations(out, reward)
+    values = _evaluations(out, reward, iteration)
     if iteration == 0 or iteration not in values:
         return False
     kept = STEP.fullmatch(read_best(out)[0])
@@ -77,7 +95,7 @@ def refresh_best(out: str | Path, reward: str | None, iteration: int) -> str:
     if rank() != 0 or (reward is None and iteration > 0):
         return ""
     pointer = Path(out) / BEST
-    values = _evaluations(out, reward) if reward is not None and iteration > 0 else {}
+    values = _evaluations(out, reward, iteration) if reward is not None and iteration > 0 else {}
     kinds = {step: _kind(Path(out), step, str(reward)) for step in values}
     newest = next((kind for _, kind in sorted(kinds.items(), reverse=True) if kind is not None), None)
     values = {step: value for step, value in values.items() if kinds[step] in (newest, None)}

@@ -5,6 +5,7 @@ All processes check together, so that an error on one of them stops all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from g2rpo.rewards.checked import CheckedReward
 from g2rpo.rewards.dry_call import dry_call
 from g2rpo.rewards.model_reward import scoring
 from g2rpo.runtime.processes import StopTogether, world_size
-from g2rpo.runtime.progress import phase
+from g2rpo.runtime.progress import note, phase
 from g2rpo.training.run_prompts import RunPrompts
 
 
@@ -39,11 +40,12 @@ def loaded_and_checked(
         policy: the given policy, if there is one.
 
     Raises:
-        ValueError: a reward that cannot be loaded, or whose dry call fails. Among several processes it is a
-            StopTogether, which `run_together` raises on all of them.
+        ValueError: a reward that cannot be loaded, that cannot score the run's prompts, or whose dry call
+            fails. Among several processes it is a StopTogether, which `run_together` raises on all of them.
     """
     try:
         rewards = load()
+        check_prompts(rewards, settings, prompts)
         _dry_calls(rewards, settings, prompts, device, policy)
         return rewards
     except StopTogether:
@@ -52,6 +54,38 @@ def loaded_and_checked(
         if world_size() == 1:
             raise
         raise StopTogether(f"{error}" if isinstance(error, ValueError) else repr(error)) from error
+
+
+def check_prompts(rewards: Mapping[str, CheckedReward], settings: Settings, prompts: RunPrompts) -> None:
+    """Checks that the trained rewards can score the prompts, as far as they say so (`cannot_score`).
+
+    Raises:
+        ValueError: more samples than max_invalid_fraction would have no score, so that the run would stop.
+    """
+    trained = prompts.trained or prompts.source
+    count = Counter(prompt.index for prompt in trained)  # how often the run trains on each
+    distinct = list({prompt.index: prompt for prompt in trained}.values())
+    for name in settings.rewards:
+        reasons = rewards[name].cannot_score(
+            [prompt.text for prompt in distinct], [prompt.metadata for prompt in distinct]
+        )
+        refused = [(prompt, why) for prompt, why in zip(distinct, reasons, strict=True) if why is not None]
+        if not refused:
+            continue
+        share = sum(count[prompt.index] for prompt, _ in refused) / len(trained)
+        prompt, why = refused[0]
+        text = (
+            f"reward {name!r} cannot score {len(refused):,} of the {len(distinct):,} prompts of "
+            f"{settings.prompts}, such as {prompt.text[:80]!r}: {why}"
+        )
+        if share <= settings.max_invalid_fraction:
+            note(f"{text}. Their samples are left out")
+            continue
+        raise ValueError(
+            f"{text}. At most {settings.max_invalid_fraction:.0%} of the samples may have no score "
+            "(max_invalid_fraction). Give prompts that it can score, or another reward (rewards.NAME=1.0; "
+            f"rewards.{name}=none removes this one)"
+        )
 
 
 def _dry_calls(

@@ -22,7 +22,15 @@ def sentence(draw: Any) -> str:
 
 def command(draw: Any, file: str) -> list[str]:
     """A command that reads a file of prompts, and is short where it accepts it."""
-    small = ["compare_images=0", "eval_every=0", "iterations=1", "out=run", "cache=cache", "device=cpu"]
+    small = [
+        "rewards={tiny_preference=1.0}",
+        "compare_images=0",
+        "eval_every=0",
+        "iterations=1",
+        "out=run",
+        "cache=cache",
+        "device=cpu",
+    ]
     return draw.choice(
         [
             ["plan", "tiny", f"prompts={file}"],

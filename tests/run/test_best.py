@@ -169,6 +169,18 @@ def test_an_evaluation_that_an_interrupt_cut_off_still_counts(train):
     assert (done.out / "best").read_text().startswith("step_000002 ")
 
 
+@pytest.mark.parametrize("kept", ["", "step 2"])
+def test_lost_lines_of_metrics_make_no_worse_model_the_best(train, kept):
+    done = train([0.5, 0.2, 0.3], iterations=2)
+    metrics = done.out / "metrics.jsonl"
+    lines = [line for line in metrics.read_text().splitlines() if kept and '"step": 2' in line]
+    metrics.write_text("".join(f"{line}\n" for line in lines))
+    train([0.4], iterations=3)  # above the last one, below the untrained model
+    assert not (done.out / "best").exists()
+    train([0.6], iterations=4)
+    assert (done.out / "best").read_text().startswith("step_000004 ")
+
+
 def test_none_is_better_than_the_base(train):
     done = train([0.5, 0.4, 0.5], iterations=2)
     assert not (done.out / "best").exists()
