@@ -17,7 +17,8 @@ from g2rpo.data.prompts import read_prompts
 from g2rpo.inference.figures import Section, pairs, tiled
 from g2rpo.inference.sample import SampleRequest, sample_model
 from g2rpo.world import verifier
-from g2rpo.world.captions import parse
+from g2rpo.world.captions import PLURAL, parse
+from g2rpo.world.scenes import COLOUR_NAMES, SHAPES
 
 HERE = Path(__file__).parent
 BASE, TUNED = "tiny", "tiny@g2rpo"
@@ -36,12 +37,14 @@ def fault(image: Tensor, prompt: str) -> str:
     number, wanted = int(solid.sum()), int(scene.count.sum())
     if number != wanted:
         return f"{number} object{'s' * (number != 1)} instead of {wanted}"
-    for name, read in (("colour", reading.colour), ("shape", reading.shape)):
-        asked: list[int] = []
-        for value, count in zip(getattr(scene, name)[0].tolist(), scene.count[0].tolist(), strict=True):
-            asked += [value] * count
-        if sorted(read[0].argmax(-1)[solid].tolist()) != sorted(asked):
-            return f"a wrong {name}"
+    # The number is right: objects that the caption does not ask for stand where others should be.
+    groups = zip(scene.colour[0].tolist(), scene.shape[0].tolist(), scene.count[0].tolist(), strict=True)
+    colours, shapes = reading.colour[0].argmax(-1)[solid], reading.shape[0].argmax(-1)[solid]
+    for colour, shape, asked in groups:
+        matching = int(((colours == colour) & (shapes == shape)).sum())
+        if asked and matching != asked:
+            noun = SHAPES[shape] if matching == 1 else PLURAL[SHAPES[shape]]
+            return f"{matching} {COLOUR_NAMES[colour]} {noun} instead of {asked}"
     claims = {name: float(value) for name, value in verifier.claims(reading, scene).items()}
     worst = min((value, name) for name, value in claims.items() if value == value)[1]
     return {"relation": "wrong position", "background": "wrong background"}.get(worst, f"unclear {worst}")
@@ -68,7 +71,7 @@ def main() -> None:
             (labels[0], labels[1]),
             notes=[f"prompt {i + 1}, seed {i}"],
         )
-    heading = f"{BASE} (left) and {TUNED} (right), {NUM_STEPS} denoising steps, same seeds"
+    heading = f"Before (left) and after training by G²RPO (right), {NUM_STEPS} denoising steps, same seeds"
     tiled([Section("", tiles)], 3, heading).save(HERE / "tuned.png")
     counts = {
         "prompts": len(prompts),

@@ -16,13 +16,16 @@ from faults.jobs import Case, Job, Result
 from faults.outcomes import Outcome
 
 ITERATIONS = 3
+SEED = 5
+"""With it the second of three iterations is the best: RUN/best names another checkpoint than RUN/latest."""
 PROMPTS = ("a red circle", "two blue stars", "a green square above a white star", "a black circle")
 RUN = (
     "train tiny out=run cache=cache prompts=prompts.txt eval_prompts=prompts.txt device=cpu guidance=1 "
     "prompts_per_iteration=2 num_steps=2 train_steps=1 granularities=[1] group_size=2 lora_rank=2 lr=1e-3 "
     "rewards={colourfulness=1.0} eval_rewards=[] eval_every=1 num_eval_prompts=2 eval_num_steps=1 "
     "num_sample_prompts=1 sample_every=2 compare_images=2 checkpoint_every=1 keep_last=2 "
-    f"keep_best=colourfulness warmup_iterations=0 ema_decay=0.5 iterations={ITERATIONS}"
+    f"keep_best=colourfulness warmup_iterations=0 ema_decay=0.5 iterations={ITERATIONS} "
+    f"seed={SEED}"
 ).split()
 # Parts of names of values that differ between equal runs: times, memory, and checksums of such values.
 VARYING = ("second", "memory", "time", "bytes", "host", "pid", "free", "crc", "checksum")
@@ -148,6 +151,8 @@ def undisturbed(world: World, processes: int) -> Callable[[Path], Case]:
         world.references[processes], world.traces[processes] = found[0], results[0].trace
         world.folders[f"finished {processes}"] = own
         unequal = difference(*found)
+        if processes == 1 and not unequal and not (own / "run" / "best").is_file():
+            unequal = "no iteration is the best, so RUN/best is not tested: choose another SEED"
         verdict = "silently wrong" if unequal else "survived"
         return Outcome(f"undisturbed:{processes}", f"{processes} processes, twice", verdict, unequal)
 
