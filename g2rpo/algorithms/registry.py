@@ -110,9 +110,10 @@ def make_algorithm(algorithm: str, options: Mapping[str, Any], similar: Iterable
             for name in unknown
             if (algorithms := algorithms_with(name))
         )
+        shown = [name if name.isidentifier() else repr(name) for name in unknown]
         raise ValueError(
-            f"algorithm={algorithm!r} takes no {', '.join(unknown)}; it would have no effect{hint}{owners}. "
-            f"Its options are {', '.join(known)}; to remove one from a recipe, set {unknown[0]}=none"
+            f"algorithm={algorithm!r} takes no {', '.join(shown)}; it would have no effect{hint}{owners}. "
+            f"Its options are {', '.join(known)}; to remove one from a recipe, set {shown[0]}=none"
         )
     try:
         return cls(**options)

@@ -81,7 +81,9 @@ def any_setting(data: st.DataObject) -> None:
     try:
         loaded = load_settings("tiny", {key: value})
     except ValueError as error:
-        named = (key, *(["rewards"] if key.endswith("rewards") else []))
+        named = [key, *(["rewards"] if key.endswith("rewards") else [])]
+        if key == "algorithm_options" and isinstance(value, dict):  # the message is about the options in it
+            named += [name if name.isidentifier() else repr(name) for name in value]
         assert any(name in str(error) for name in named), f"{key} is not named: {error}"
         return
     kept = getattr(loaded, key, None)
