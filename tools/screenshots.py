@@ -26,6 +26,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.browser import FLAGS, chromium  # noqa: E402
 
 WIDTH, HEIGHT, WEB_HEIGHT = 1280, 900, 1150
+REPORT_WIDTH = 1000
+"""Pixels of the picture in the README, where it is about as wide: its text stays readable."""
+GROUP_PROMPT = "four red circles on gray"
 PATIENCE = 300_000
 """Milliseconds for work of a model on a busy machine."""
 COLOURS = 256
@@ -48,11 +51,18 @@ def main() -> None:
 
 
 def report_pictures(browser: Browser, run: Path, out: Path) -> None:
-    """The first screen, the slider in the middle of the training, and the groups."""
+    """The verdict with the first row of pairs, the slider in the middle of the training, and the groups."""
     subprocess.run([sys.executable, "-m", "g2rpo", "report", str(run)], check=True)
     page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
     page.goto((run / "report.html").resolve().as_uri())
+    page.set_viewport_size({"width": REPORT_WIDTH, "height": HEIGHT})
+    bottom = page.locator("#verdict figure.pair").evaluate_all(
+        """pairs => Math.max(...pairs.map(pair => pair.getBoundingClientRect())
+            .filter((box, _, boxes) => box.top === boxes[0].top).map(box => box.bottom))"""
+    )
+    page.set_viewport_size({"width": REPORT_WIDTH, "height": int(bottom) + 16})
     save(page, out / "page_report.png")
+    page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     slider = page.locator("#iteration")
     for _ in range(int(slider.get_attribute("max") or 0) // 2):
         slider.press("ArrowLeft")
@@ -86,10 +96,10 @@ def web_pictures(browser: Browser, url: str, run: str, out: Path) -> None:
     page.locator("#explore-run").click()
     expect(page.locator("#explore-status")).to_contain_text("explored in", timeout=PATIENCE)
     save(page, out / "page_web_explore.png")
-    page.locator("#explore-group").evaluate(
-        "group => window.scrollTo(0, group.getBoundingClientRect().top - 120)"
-    )
-    save(page, out / "page_web_group.png", stay=True)
+    page.locator("#explore-prompt textarea").fill(GROUP_PROMPT)
+    page.locator("#explore-run").click()
+    expect(page.locator("#explore-group h3").first).to_have_text(GROUP_PROMPT, timeout=PATIENCE)
+    save(page, out / "page_web_group.png", "#explore-group table.group")
 
     page.get_by_role("tab", name="Runs").click()
     expect(page.locator(f'#runs-table tr[data-run="{run}"]')).to_be_visible(timeout=PATIENCE)
@@ -102,18 +112,13 @@ def web_pictures(browser: Browser, url: str, run: str, out: Path) -> None:
     page.close()
 
 
-def save(page: Page, path: Path, selector: str = "", *, stay: bool = False) -> None:
-    """Writes the window, or an element, as a PNG with a palette, which has about a third of the bytes.
-
-    Args:
-        stay: the page keeps its position; otherwise its top is shown.
-    """
+def save(page: Page, path: Path, selector: str = "") -> None:
+    """Writes the window, or an element, as a PNG with a palette, which has about a third of the bytes."""
     page.wait_for_timeout(500)  # images are decoded, animations have ended
     if selector:
         page.locator(selector).screenshot(path=path, animations="disabled")
     else:
-        if not stay:
-            page.evaluate("window.scrollTo(0, 0)")
+        page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=path, animations="disabled")
     with Image.open(path) as image:
         image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
