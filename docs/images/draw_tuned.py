@@ -39,12 +39,14 @@ def fault(image: Tensor, prompt: str) -> str:
         return f"{number} object{'s' * (number != 1)} instead of {wanted}"
     # The number is right: objects that the caption does not ask for stand where others should be.
     groups = zip(scene.colour[0].tolist(), scene.shape[0].tolist(), scene.count[0].tolist(), strict=True)
+    groups = [group for group in groups if group[2]]
     colours, shapes = reading.colour[0].argmax(-1)[solid], reading.shape[0].argmax(-1)[solid]
     for colour, shape, asked in groups:
         matching = int(((colours == colour) & (shapes == shape)).sum())
-        if asked and matching != asked:
+        if matching != asked:
             noun = SHAPES[shape] if matching == 1 else PLURAL[SHAPES[shape]]
-            return f"{matching} {COLOUR_NAMES[colour]} {noun} instead of {asked}"
+            same_shape = len({shape for _, shape, _ in groups}) < len(groups)
+            return f"{matching} {COLOUR_NAMES[colour] if same_shape else noun}, not {asked}"
     claims = {name: float(value) for name, value in verifier.claims(reading, scene).items()}
     worst = min((value, name) for name, value in claims.items() if value == value)[1]
     return {"relation": "wrong position", "background": "wrong background"}.get(worst, f"unclear {worst}")
