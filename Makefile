@@ -44,7 +44,8 @@ release: $(VENV)/.installed-dev
 	  rm -rf dist && cp -r "$$work/dist" dist
 	@echo "dist/ is checked; to publish it: $(BIN)/python -m twine upload dist/*"
 
-# torch is installed before the rest: together with it, pip may choose a build with gigabytes of CUDA libraries.
+# torch is installed before the rest, so that TORCH chooses its version and build; TORCH='torch --index-url
+# https://download.pytorch.org/whl/cpu' gives one without CUDA's libraries, which take gigabytes.
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "g2rpo needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12"; exit 1; }

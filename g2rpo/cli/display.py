@@ -1,10 +1,10 @@
 """The live display of a command on a terminal: phases with their time left, and the state of a training run.
 
-    iteration 12/300 ━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  left 1 h 02 min
-    rollout: 96/854 forwards, 31 forwards/s, 24 s left
-    tiny_preference 0.2512 (+0.0123)   invalid 0.0%   NFE/s 812   GPU 23.1 GB
-    evaluation: verifier 0.7100 (+0.0200 ± 0.0080)
-    samples: runs/tiny/samples/step_000010/grid.png
+    iteration 6/66 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  left 13 min 02 s
+    rollout: 16/360 forwards, 38 forwards/s, 9 s left
+    verifier 0.8997 (+0.0798)   invalid 0.0%   NFE/s 28   GPU 0.4 GB
+    evaluation:   verifier 0.8882 (+0.0385 ± 0.0160)
+    samples: runs/tiny/samples/step_000005/grid.png
 
 What is printed meanwhile, by a reward or by a library, appears above it as ordinary lines. The streams are
 replaced once, for the whole command, so that code that puts `sys.stdout` back has no effect on the display.
