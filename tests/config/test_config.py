@@ -148,7 +148,7 @@ def test_none_means_the_default():
         (["num_steps=8", "train_steps=8"], "last to explore is 6"),
         (["num_steps=8", "train_steps=[1,7]"], "last to explore is 6"),
         (["window=3"], "takes no window"),
-        (["algorithm_options={\"\"=0.0}"], "takes no ''; it would"),
+        (['algorithm_options={""=0.0}'], "takes no ''; it would"),
         (["granularity=3"], "did you mean 'granularities'"),
         (["algorithm_options={eta=0}"], "eta must be > 0"),
         (["algorithm=my_file"], "or module:attribute for your own"),

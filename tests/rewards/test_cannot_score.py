@@ -83,7 +83,12 @@ def test_it_is_found_before_the_model_is_loaded(tmp_path, monkeypatch, reward):
 def test_a_few_of_them_are_said_and_left_out(tmp_path, capsys):
     prompts = ["a red circle", "a cat"]
     few = settings(
-        tmp_path, prompts, iterations=1, prompts_per_iteration=2, max_invalid_fraction=0.5, num_sample_prompts=1
+        tmp_path,
+        prompts,
+        iterations=1,
+        prompts_per_iteration=2,
+        max_invalid_fraction=0.5,
+        num_sample_prompts=1,
     )
     g2rpo.train("tiny", **few)
     assert "cannot score 1 of the 2 prompts" in capsys.readouterr().out
