@@ -111,8 +111,9 @@ def make_algorithm(algorithm: str, options: Mapping[str, Any], similar: Iterable
             if (algorithms := algorithms_with(name))
         )
         raise ValueError(
-            f"algorithm={algorithm!r} takes no {', '.join(unknown)}; it would have no effect{hint}{owners}. "
-            f"Its options are {', '.join(known)}; to remove one from a recipe, set {unknown[0]}=none"
+            f"algorithm={algorithm!r} has no option {', '.join(unknown)}; it would have no "
+            f"effect{hint}{owners}. Its options are {', '.join(known)}; to remove one from a recipe, set "
+            f"{unknown[0]}=none"
         )
     try:
         return cls(**options)
