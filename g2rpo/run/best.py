@@ -35,7 +35,10 @@ def _kind(out: Path, step: int, reward: str) -> list[Any] | None:
     try:
         record = read_record(file) if file.is_file() else {}
     except DamagedFile as error:
-        warn_once(f"{error}; its mean is taken from metrics.jsonl, as one of the same prompts and seeds")
+        warn_once(
+            f"{error}; its mean is taken from metrics.jsonl, assuming that it is of the same prompts and "
+            "seeds"
+        )
         return None
     images = [record.get(name) for name in ("prompts", "seeds", "num_steps")]
     return [*images, *(record.get(name, {}).get(reward) for name in ("judges", "options"))]
@@ -109,7 +112,9 @@ def best_checkpoint(out: str | Path) -> Path:
     name, _ = read_best(out)
     path = Path(out) / "checkpoints" / name
     if problem := f"{name}: {damage(path)}" if name and damage(path) else "" if name else "it names none":
-        raise ValueError(f"{pointer} opens no checkpoint: {problem}. Use {out} for the newest one")
+        raise ValueError(
+            f"{pointer} does not lead to a checkpoint: {problem}. Use {out} for the newest checkpoint"
+        )
     return path
 
 
