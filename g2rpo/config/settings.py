@@ -246,7 +246,8 @@ class Settings(BaseModel):
     decode_batch: Count = 24
     """Images that are decoded and scored at once, per process."""
     update_batch: Count = 16
-    """Rows per forward and backward of the update, per process; a row is a state that its group shares."""
+    """Rows per forward and backward of the update, per process; a row is one state, of a member or shared by
+    the group."""
     cache: Text = "~/.cache/g2rpo/embeddings"
     """Folder of prompt embeddings, which runs may share."""
     deterministic: bool = False

@@ -36,7 +36,7 @@ def test_plan_names_what_was_chosen_and_what_is_hardly_meant(in_folder):
         "empty.toml sets nothing",
         "prompts are read from 'prompt'; 'caption' is passed to the rewards",
         "read as columns",
-        "columns.json has 2 prompts for num_eval_prompts=9",
+        "num_eval_prompts=9, but columns.json has only 2 prompts",
         "clip_range=1e-12",
         "granularities: 50",
     ):

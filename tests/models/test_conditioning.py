@@ -81,5 +81,5 @@ def test_what_does_not_fit_together_is_refused():
         Conditioning({"text": text}, {"other": torch.tensor([1, 2, 2])})
     with pytest.raises(ValueError, match="at least one"):
         Conditioning.cat([])
-    with pytest.raises(ValueError, match="other names: pooled, text and text"):
+    with pytest.raises(ValueError, match="different names: pooled, text and text"):
         Conditioning.cat([Conditioning({"text": text}), Conditioning({"pooled": text, "text": text})])
