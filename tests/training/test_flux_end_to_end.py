@@ -258,8 +258,8 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
     config = (trained.out / "config.toml").read_bytes()
     _, errors = g2rpo("train", *trained.words, "lr=2e-2", "group_size=4", code=2)
     lines = [line.strip() for line in errors.splitlines()]
-    there = [line for line in lines if " there, " in line]
-    assert sorted(there) == ["group_size: 3 stored, 4 given", "lr: 0.01 stored, 0.02 given"]
+    differences = [line for line in lines if " stored, " in line]
+    assert sorted(differences) == ["group_size: 3 stored, 4 given", "lr: 0.01 stored, 0.02 given"]
     assert (trained.out / "config.toml").read_bytes() == config
 
 
