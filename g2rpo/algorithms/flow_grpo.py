@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @options(num_steps=6, eta=0.9, advantage_std="batch")
 class FlowGRPO(GRPO):
-    """Flow-GRPO (arXiv:2505.05470): noise on every step, the batch's spread.
+    """Flow-GRPO (arXiv:2505.05470): noise on every step, advantages scaled by the batch's spread.
 
     The settings are those of its released script for guidance-distilled image models, without the two updates
     per iteration. Its main script, for a model without distillation, uses num_steps 10, eta 0.7 and a KL.

@@ -21,11 +21,11 @@ class _NoiseSteps(Algorithm):
     train_steps: Count | Annotated[tuple[CountOrOff, ...], Ascending] = 8
     """Noise steps that are explored and trained: the first n, or a list of indices in 0..num_steps - 2."""
     steps_per_iteration: Count | None = None
-    """Number of train_steps that are explored per iteration, drawn anew each time. None = all. The cost falls
-    with it."""
+    """Number of train_steps that are explored per iteration, drawn anew each time. None = all. Fewer
+    steps cost less."""
     step_draw: Literal["even", "spread"] = "even"
-    """Probabilities of that draw: even, or in proportion to the running spread of the rewards at a step
-    divided by the forwards that the step costs."""
+    """Probabilities with which steps_per_iteration draws the steps: even, or (spread) in proportion to the
+    running spread of the rewards at a step divided by the forwards that the step costs."""
 
 
 @options
@@ -50,9 +50,9 @@ class G2RPOSingle(GRPO, _NoiseSteps):
         if last > self.num_steps - 2:
             shown = steps if isinstance(steps, int) else list(steps)
             raise ValueError(
-                f"train_steps={shown} reaches noise step {last}, but with num_steps={self.num_steps} "
-                f"the last to explore is {self.num_steps - 2}: a denoising step must follow the noise"
-                f"{self._beyond()}"
+                f"train_steps={shown} reaches noise step {last}, but with num_steps={self.num_steps} the "
+                f"last possible noise step is {self.num_steps - 2}: a denoising step must follow the "
+                f"noise{self._beyond()}"
             )
         super().__post_init__()
 
@@ -84,7 +84,7 @@ class G2RPO(G2RPOSingle, _Tails):
 
     def _beyond(self) -> str:
         largest = max(self.granularities)
-        return f"; granularity {largest} reaches beyond num_steps, too" if largest >= self.num_steps else ""
+        return f"; granularity {largest} must be below num_steps as well" if largest >= self.num_steps else ""
 
     def plan_rule(self) -> Singular:
         """Returns the rule that explores each of train_steps by itself, with a tail per granularity."""

@@ -30,7 +30,7 @@ class GRPO(Algorithm):
     """
 
     eta: NotNegative = 0.7
-    """Strength of the noise in an SDE step, > 0, because nothing is explored without noise."""
+    """Strength of the noise in an SDE step. It must be > 0, because nothing is explored without noise."""
     diffusion: Literal["flow", "dance", "cps"] = "flow"
     """Step rule: flow, s(sigma) = eta sqrt(sigma / (1 - sigma)); dance, s = eta; or cps, the
     coefficient-preserving step."""

@@ -28,7 +28,8 @@ class MixGRPO(GRPO):
     window_stride: CountOrOff = 1
     """Number of steps by which the window moves. 0 = it stays at the noise end."""
     window_order: Literal["progressive", "decay", "random"] = "progressive"
-    """Movement of the window: at an even pace, faster and faster, or to a random position each iteration."""
+    """progressive: the window moves at an even pace; decay: it moves faster and faster; random: it has a
+    random position in each iteration."""
     roll_back: bool = True
     """Whether the window returns to the start after the last step, or stays there."""
     flash: Fraction | None = None

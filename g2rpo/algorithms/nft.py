@@ -40,15 +40,15 @@ class DiffusionNFT(Algorithm):
     """[first, end] of the levels that can be trained, as shares of the denoising steps from the noise end:
     level k of num_steps is one of them if first <= k / num_steps < end."""
     nft_beta: Positive = 1.0
-    """Share of the policy's velocity in the velocity that is pulled to good images. Smaller values make
+    """Share of the policy's velocity in the velocity that is pulled towards good images. Smaller values make
     larger steps; the paper uses 1, and 0.1 for several rewards."""
     advantage_clip: Positive = 5.0
     """C: the advantage at which an image counts as entirely good or entirely bad."""
     advantage_std: Literal["group", "batch"] = "batch"
     """Standard deviation that scales an advantage: of the group, or of all rewards of the iteration."""
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """What is used of an advantage A: all of it, only the positive or the negative ones, 1 for a positive one
-    and else 0, or its sign."""
+    """What replaces an advantage A: all = A itself; positive_only = max(A, 0); negative_only = min(A, 0);
+    one_only = 1 if A > 0, else 0; binary = the sign of A."""
     kl_beta: NotNegative = 1e-4
     """Weight of the squared distance to the base model's velocity. Above 0 each row of the update costs a
     second forward."""
@@ -56,10 +56,10 @@ class DiffusionNFT(Algorithm):
     """'once', 'per_step', or the number of minibatches per group: one optimizer step per iteration, one per
     noise level, or one per minibatch of members."""
     lag: Literal["off", "linear", "delayed", "constant", "ramp"] = "linear"
-    """Share d of the behaviour weights, which make the rollouts, that is kept after iteration n. off: 0, the
-    rollouts are by the current weights; linear: min(0.001 n, 0.5); delayed: 0 for 75 iterations, then rising
-    by 0.0075 up to 0.999; constant: lag_max; ramp: min(lag_rate max(n - lag_flat, 0), lag_max). These are the
-    released types 0, 1 and 2, and two general ones."""
+    """Share d of the behaviour weights, which make the rollouts, that is kept after iteration n. off: 0, so
+    the current weights make the rollouts; linear: min(0.001 n, 0.5); delayed: 0 for 75 iterations, then
+    rising by 0.0075 up to 0.999; constant: lag_max; ramp: min(lag_rate max(n - lag_flat, 0), lag_max). These
+    are the released types 0, 1 and 2, and two general ones."""
     lag_max: Share | None = None
     """Largest d, for lag constant and ramp."""
     lag_rate: Positive | None = None
@@ -114,7 +114,9 @@ class DiffusionNFT(Algorithm):
             raise ValueError(f"level_range={given}: give [first, end] with 0 <= first < end <= 1")
         levels = [k for k in range(self.num_steps) if given[0] <= k / self.num_steps < given[1]]
         if not levels:
-            raise ValueError(f"level_range={given} holds none of the {self.num_steps} levels; widen it")
+            raise ValueError(
+                f"level_range={given} contains none of the {self.num_steps} levels; widen the range"
+            )
         return tuple(levels)
 
     def num_levels(self) -> int:
@@ -145,7 +147,7 @@ class DiffusionNFT(Algorithm):
         needed = {"constant": ["lag_max"], "ramp": ["lag_max", "lag_rate"]}.get(self.lag, [])
         allowed = [*needed, *(["lag_flat"] if self.lag == "ramp" else [])]
         if unused := [name for name, value in given.items() if value is not None and name not in allowed]:
-            raise ValueError(f"{unused[0]} has no effect with lag={self.lag}; use lag=ramp, or drop it")
+            raise ValueError(f"{unused[0]} has no effect with lag={self.lag}; use lag=ramp, or remove it")
         if missing := [name for name in needed if given[name] is None]:
             raise ValueError(f"lag={self.lag} needs {missing[0]}; set it, or use lag=linear")
         if self.lag in LAGS:

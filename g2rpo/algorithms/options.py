@@ -114,8 +114,8 @@ def _plain(algorithm: str, name: str, value: Any) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(algorithm, name, entry) for key, entry in value.items()}
     raise ValueError(
-        f"algorithm={algorithm!r}: option {name!r} holds a {type(value).__name__}, which config.toml cannot "
-        "record; use numbers, text, booleans, and lists or tables of them"
+        f"algorithm={algorithm!r}: option {name!r} contains a {type(value).__name__}, which config.toml "
+        "cannot record; use numbers, text, booleans, and lists or tables of them"
     )
 
 

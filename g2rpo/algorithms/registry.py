@@ -112,8 +112,9 @@ def make_algorithm(algorithm: str, options: Mapping[str, Any], similar: Iterable
         )
         shown = [name if name.isidentifier() else repr(name) for name in unknown]
         raise ValueError(
-            f"algorithm={algorithm!r} takes no {', '.join(shown)}; it would have no effect{hint}{owners}. "
-            f"Its options are {', '.join(known)}; to remove one from a recipe, set {shown[0]}=none"
+            f"algorithm={algorithm!r} has no option {', '.join(shown)}; it would have no "
+            f"effect{hint}{owners}. Its options are {', '.join(known)}; to remove one from a recipe, set "
+            f"{shown[0]}=none"
         )
     try:
         return cls(**options)

@@ -42,7 +42,7 @@ Family = Annotated[
     str | None,
     typer.Option(
         metavar="MODULE:ATTRIBUTE",
-        help="Model family of your own, which is imported, such as my_family:FAMILY.",
+        help="Your own model family, such as my_family:FAMILY. The module is imported.",
     ),
 ]
 

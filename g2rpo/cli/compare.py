@@ -51,11 +51,11 @@ def compare(
         float,
         typer.Option(
             metavar="SHARE",
-            help="Share of each cost axis over which training rewards are averaged; 0: not at all.",
+            help="Share of each cost axis over which training rewards are averaged; 0 turns averaging off.",
         ),
     ] = 0.1,
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Train nothing and only write the report again.")
+        bool, typer.Option("--report-only", help="Train nothing; only write the report again.")
     ] = False,
 ) -> None:
     """Train methods over seeds, and compare them at equal cost.

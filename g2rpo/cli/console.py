@@ -97,9 +97,9 @@ def writable_folder(folder: Path, option: str) -> Path:
     absolute = folder.absolute()
     nearest = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not nearest.is_dir():
-        raise ValueError(f"{option} {folder}: {nearest} is a file; name a folder")
+        raise ValueError(f"{option} {folder}: {nearest} is a file; give a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: no permission to write in {nearest}; name another folder")
+        raise ValueError(f"{option} {folder}: no permission to write in {nearest}; choose another folder")
     return folder
 
 

@@ -21,9 +21,12 @@ def demo(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to bind to; 0.0.0.0 lets other machines in, without a password.")
+        str,
+        typer.Option(
+            help="Address to bind to; with 0.0.0.0 other machines can open the page without a password."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 7860,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 selects a free one.")] = 7860,
     votes: Annotated[
         Path, typer.Option(help="Folder for the CSV files of votes; created with the first vote.")
     ] = Path("votes"),

@@ -24,9 +24,9 @@ def doctor(
     base: Annotated[str | None, typer.Option(help="Base model of the weights that --verify checks.")] = None,
     family: Family = None,
 ) -> None:
-    """Check this machine, and say which features lack what.
+    """Check this machine, and list what is missing for which feature.
 
-    The exit code is 1 if something is missing that every run needs, or if --verify finds a wrong file.
+    The exit code is 1 if something that every run needs is missing, or if --verify finds a wrong file.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def doctor(
     """
     if verify is None and (base is not None or family is not None):
         raise ValueError(
-            "--base and --family belong to the weights in --verify PATH; give that option too, or neither"
+            "--base and --family describe the weights of --verify PATH; give --verify as well, or remove them"
         )
     if verify is not None:
         if family is not None:

@@ -58,8 +58,8 @@ def evaluate(
     prompts, and paired differences to the first model with 95 % bootstrap intervals. Under torchrun, the
     processes share the images, with the same result.
 
-    Ctrl-C keeps finished images and scores (exit code 130). Run the same command to continue; it may name
-    more models and steps. The exit code is 1 if a reward has no score for any image of a model.
+    Ctrl-C keeps finished images and scores (exit code 130). Run the same command to continue; you may add
+    models and steps. The exit code is 1 if a reward has no score for any image of a model.
 
     \b
     Examples:

@@ -17,7 +17,10 @@ from g2rpo.cli.console import (
 
 def export(
     run: Annotated[
-        Path, typer.Argument(help="Run folder for its newest checkpoint, RUN/best, or a checkpoint in it.")
+        Path,
+        typer.Argument(
+            help="Run folder, whose newest checkpoint is exported; or RUN/best; or a single checkpoint."
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Output folder. Default: RUN/export or RUN/export_best.")

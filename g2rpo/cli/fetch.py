@@ -47,7 +47,7 @@ def fetch(
     print(*required, sep="\n")
     for key in ("prompts", "eval_prompts"):
         if (source := getattr(settings, key)) and is_absent(source):
-            origin = where_from(source) or "give it the path of a file, or world:NAME"
-            print(f"{key}: {source} is not here, and is not fetched; {origin}")
+            origin = where_from(source) or f"give {key}=FILE or world:NAME"
+            print(f"{key}: {source} does not exist, and this command does not download it; {origin}")
     if not dry_run:
         fetch_needs(required)

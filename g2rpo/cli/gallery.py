@@ -52,7 +52,7 @@ def gallery(
     """Draw a figure of models side by side, one row per prompt.
 
     All models sample from the same seeds, under the conditions of the first one. The single images are kept;
-    the same command draws only what is missing, and may name more models.
+    the same command draws only what is missing, and you may add models.
 
     \b
     Examples:

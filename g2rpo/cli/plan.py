@@ -40,7 +40,7 @@ def plan(
 ) -> None:
     """Show the time, memory and disk that a run needs.
 
-    No weights are loaded, except with --measure. A prompt file that the recipe names may be absent.
+    No weights are loaded, except with --measure. The prompt files of the recipe need not exist.
 
     \b
     Examples:

@@ -15,7 +15,7 @@ def report(
     """Write the report of a run: one HTML page that needs no other file.
 
     It shows what the run achieved, its images during training, rewards, health, cost, warnings and settings.
-    Nothing is loaded or imported, so the folder may come from someone else.
+    No weights are loaded and no code is imported, so a run folder from someone else is safe to use.
 
     \b
     Examples:

@@ -18,7 +18,9 @@ def reproduce(
     overrides: Overrides = None,
     benchmark: Annotated[
         str | None,
-        typer.Option(help="File of the benchmark prompts, or world:NAME. Default: as the criteria say."),
+        typer.Option(
+            help="File of the benchmark prompts, or world:NAME. Default: the source that the criteria name."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Evaluate this many benchmark prompts.")] = None,
     option: RewardOptions = None,
@@ -27,17 +29,19 @@ def reproduce(
     ] = None,
     continue_after_failure: Annotated[
         bool,
-        typer.Option("--continue-after-failure", help="Go on after a failed check before the long training."),
+        typer.Option(
+            "--continue-after-failure", help="Continue even if a check before the long training fails."
+        ),
     ] = False,
 ) -> None:
     """Run a published recipe with acceptance checks on the way, and write a report of them.
 
     The stages are: machine and files, base model, first iterations, reward curve, training and tables. The
     report, OUT/reproduction.md and .json, is written after each stage. A failed check in the first three
-    stages ends the command with exit code 1; a later one is reported, the run is kept, and the exit code at
-    the end is 1.
+    stages ends the command with exit code 1. A failed check in a later stage is reported, the command
+    continues, and the exit code at the end is 1.
 
-    Ctrl-C stops with exit code 130. Run the same command to continue in any stage.
+    Ctrl-C stops the command in any stage (exit code 130). Run the same command to continue.
 
     \b
     Examples:

@@ -43,8 +43,8 @@ class RunCommand(TyperCommand):
             raise ValueError(f"{command} has no option {option}; did you mean {near[0]}?")
         if key.lower() in RECIPE_OPTIONS:
             raise ValueError(
-                f"{command} has no option {option}; a recipe is given without one: "
-                f"{command} {shlex.quote(value or 'FILE')}"
+                f"{command} has no option {option}; give the recipe without an option: {command} "
+                f"{shlex.quote(value or 'FILE')}"
             )
         from g2rpo.config.reference import find, setting_for
 
@@ -52,7 +52,7 @@ class RunCommand(TyperCommand):
             entry = find(name)
             value = value or ("true" if entry and "true" in entry.choices else "VALUE")
             raise ValueError(
-                f"{command} has no option {option}; a setting is given as key=value: "
+                f"{command} has no option {option}; give a setting as key=value: "
                 f"{shlex.quote(f'{name}={value}')}"
             )
 

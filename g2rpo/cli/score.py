@@ -35,15 +35,15 @@ def score(
         int, typer.Option(min=1, help="Images per forward of a reward; memory grows with it.")
     ] = 16,
 ) -> None:
-    """Score images of any origin by rewards.
+    """Score images from any source with rewards.
 
-    Images of `g2rpo sample` contain their prompts; all others need --prompts or --map. File names are sorted
-    by characters; if img_10 would come before img_2, the command requires --map. Images without a score are
-    counted and left out of the means.
+    Images of `g2rpo sample` contain their prompts; all others need --prompts or --map. Files are
+    sorted by name, character by character; if this puts img_10 before img_2, the command requires --map.
+    Images without a score are counted and left out of the means.
 
     Ctrl-C keeps finished scores (exit code 130). Run the same command to continue; it retries images without
     a score. Files that cannot be read as images are listed and have empty rows. The exit code is 1 if there
-    are any, or if a reward has no score for any image.
+    are such files, or if a reward has no score for any image.
 
     \b
     Examples:
@@ -72,7 +72,9 @@ def score(
     print_table(("reward", "mean", "± SE", "n", "invalid"), rows)
     print(f"{done.out / 'scores.csv'} has one row per image, {done.out / 'scores.json'} the means")
     if done.unreadable:
-        print(f"note: the means leave out {len(done.unreadable)} files that cannot be read; see above")
+        print(
+            f"note: the means exclude {len(done.unreadable)} files that cannot be read; they are listed above"
+        )
     for name, summary in done.rewards.items():
         if summary.invalid:
             reason = f": {done.why[name]}" if name in done.why else ""

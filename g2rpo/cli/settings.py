@@ -29,7 +29,7 @@ def settings(
         ),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the page of the documentation, in Markdown.")
+        bool, typer.Option("--markdown", help="Print the settings page of the documentation, in Markdown.")
     ] = False,
 ) -> None:
     """Show what settings mean, and which values they take.
@@ -50,7 +50,7 @@ def settings(
     elif name is None:
         for title in reference.SECTIONS.values():
             _print_section(title)
-        print("For everything about one setting: g2rpo settings NAME")
+        print("For all details of one setting: g2rpo settings NAME")
     else:
         _print_name(name)
 
@@ -142,7 +142,7 @@ def _uses(entry: Entry) -> Iterator[tuple[str, str]]:
     if entry.name in REWARD_TABLES:
         from g2rpo.rewards.registry import REWARDS
 
-        yield "names", f"{', '.join(REWARDS)}, or module:attribute; about one: g2rpo settings rewards.NAME"
+        yield "names", f"{', '.join(REWARDS)}, or module:attribute; for details: g2rpo settings rewards.NAME"
     yield "example", entry.example
 
 

@@ -108,8 +108,8 @@ def read_arm(text: str) -> Arm:
     name, equals, recipe = (words[0] if words else "").partition("=")
     if not equals or not recipe or not NAME.fullmatch(name):
         raise ValueError(
-            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'calm=tiny eta=0.3'; a "
-            "name has letters, digits, and . + - _ after the first"
+            f"--arm {text!r} is not NAME=RECIPE KEY=VALUE ..., such as 'calm=tiny eta=0.3'; a name consists "
+            "of letters, digits and, after the first character, . + - _"
         )
     return Arm(name, str(parse_value(recipe)), tuple(_bare(word) for word in words[1:]))
 
@@ -152,10 +152,10 @@ def read_seeds(text: str) -> list[int]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
-        raise ValueError(f"--seeds {text!r}: give whole numbers from 0 on with commas between, such as 0,1,2")
+        raise ValueError(f"--seeds {text!r}: give whole numbers >= 0, separated by commas, such as 0,1,2")
     seeds = [int(part) for part in parts]
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds {text}: each seed once; the same seed gives the same run")
+        raise ValueError(f"--seeds {text}: give each seed once; the same seed gives the same run")
     return seeds
 
 
@@ -188,7 +188,9 @@ def read_arms(arms: Sequence[str], words: Sequence[str], vary: Sequence[str]) ->
         for word in arm.overrides:
             key = word.partition("=")[0].strip()
             if key in OWN:
-                instead = f"; it is given by {OWN[key]}" if OWN[key] else "; every run is trained to its end"
+                instead = (
+                    f"; {OWN[key]} sets it for all arms" if OWN[key] else "; every run is trained to its end"
+                )
                 raise ValueError(f"arm {arm.name}: {key} cannot be set per arm{instead}")
     check_names([arm.name for arm in expanded], [arm.folder for arm in expanded])
     return expanded
@@ -203,7 +205,7 @@ def check_names(*kinds: Sequence[str]) -> None:
     for names in kinds:
         for name, count in Counter(names).items():
             if count > 1:
-                raise ValueError(f"{count} arms are called {name!r}; give each its own name")
+                raise ValueError(f"{count} arms are called {name!r}; give each a different name")
 
 
 def read_runs(texts: Sequence[str]) -> dict[str, dict[int, Path]]:
@@ -220,9 +222,13 @@ def read_runs(texts: Sequence[str]) -> dict[str, dict[int, Path]]:
         path = Path(folder).expanduser()
         seed = read_settings(path).seed
         if not (path / "metrics.jsonl").is_file():
-            raise ValueError(f"--run {text}: {path} holds no metrics.jsonl; was it trained?")
+            raise ValueError(
+                f"--run {text}: {path} contains no metrics.jsonl; give the folder of a trained run"
+            )
         seeds = folders.setdefault(name, {})
         if seed in seeds:
-            raise ValueError(f"--run {text}: {seeds[seed]} is seed {seed} of {name} already")
+            raise ValueError(
+                f"--run {text}: {seeds[seed]} is already seed {seed} of {name}; give each seed once"
+            )
         seeds[seed] = path
     return folders

@@ -149,8 +149,8 @@ def compare(
 def _check_share(smoothing: float) -> None:
     if not 0 <= smoothing < 1:
         raise ValueError(
-            f"--smooth {smoothing:g} is not a share of the cost axis: give a number from 0 (not smoothed) to "
-            "below 1, such as 0.1"
+            f"--smooth {smoothing:g} is not a share of the cost axis: give a number >= 0 (0 = not smoothed) "
+            "and < 1, such as 0.1"
         )
 
 
@@ -168,8 +168,8 @@ def _check(arm: Arm, settings: Settings) -> None:
         there, here = evaluation_identity(read_settings(folder)), evaluation_identity(settings)
         if there and here and (differ := _differences(there, here)):
             raise ValueError(
-                f"arm {arm.name}: {folder} was evaluated in another way, and one curve cannot hold both: "
-                f"{differ}. Give the same settings, or name another --out"
+                f"arm {arm.name}: {folder} was evaluated with other settings, which cannot be part of the "
+                f"same curve: {differ}. Give the same settings, or choose another --out"
             )
 
 
@@ -189,7 +189,7 @@ def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
     path = out / RECORD
     if not path.is_file():
         raise ValueError(
-            f"{out} holds no comparison: there is no {RECORD} in it; name the arms, or another DIR"
+            f"{out} contains no comparison (no {RECORD}); give the arms, or choose another --out"
         )
     try:
         record = read_record(path)
@@ -197,9 +197,9 @@ def _recorded(out: Path) -> tuple[dict[str, dict[int, Path]], list[str]]:
         folders = {name: {int(s): out / p for s, p in paths.items()} for name, paths in arms.items()}
         return folders, list(record["commands"])
     except DamagedFile as error:
-        raise ValueError(f"{error}; name the arms again, and it will be written again") from error
+        raise ValueError(f"{error}; give the arms again, which writes a new record") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a record of a comparison ({error}); name the arms again") from error
+        raise ValueError(f"{path} is not a record of a comparison ({error}); give the arms again") from error
 
 
 def measured(
@@ -252,8 +252,8 @@ def _check_same_arm(name: str, settings: Settings, first: Settings, path: Path) 
         differ = "; ".join(filter(None, (differ, _differences(there, here))))
     if differ:
         raise ValueError(
-            f"runs of arm {name} may differ in the seed alone; {path} has other settings than the first: "
-            f"{differ}. Give them different names"
+            f"arm {name}: its runs may differ only in the seed, but {path} has other settings than the first "
+            f"run: {differ}. Give the two runs different names"
         )
 
 

@@ -119,7 +119,8 @@ def cost(line: Mapping[str, Any], axis: str) -> float:
         return float(line[axis])
     if "nfe_update" not in line:
         raise ValueError(
-            f"iteration {line['step']} has no nfe_update: an earlier version trained it; train it again"
+            f"iteration {line['step']} has no nfe_update, because an earlier version of g2rpo trained this "
+            "run; train the run again"
         )
     return float(line["nfe"]) + float(line["nfe_update"])
 

@@ -99,9 +99,9 @@ def train_side_by_side(
                         if process.exitcode:
                             failed[job.title] = _reason(process.exitcode, job.log)
                         outcome = f"failed: {failed[job.title]}" if process.exitcode else "finished"
-                        say(f"{job.title}: {outcome} ({len(waiting) + len(running)} to go)")
+                        say(f"{job.title}: {outcome} ({len(waiting) + len(running)} left)")
         except KeyboardInterrupt:
-            say("stopping: every run leaves a checkpoint")
+            say("stopping: every run saves a checkpoint")
             _stop([process for _, process in running.values()])
             return Ended(failed, True)
     return Ended(failed, False)

@@ -257,7 +257,7 @@ def _metric(compared: Compared, metric: str, tables: MetricTables) -> str:
     parts.append(f'<p class="quiet">{html.escape(_note(compared, metric, bands))}.</p>')
     parts += ["<h4>Values</h4>", _table(tables.values)]
     if tables.reached:
-        parts += ["<h4>Who reaches whose best</h4>", _table(tables.reached)]
+        parts += ["<h4>Cost to reach the best value of another arm</h4>", _table(tables.reached)]
     return "\n".join(parts)
 
 

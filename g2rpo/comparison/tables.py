@@ -123,7 +123,7 @@ def format_stat(value: Stat, sign: str = "") -> str:
     if not value.n:
         return NOTHING
     if not math.isfinite(value.mean):
-        return "no value so early"
+        return "no value at this cost"
     error = f" ± {value.se:.4f}" if math.isfinite(value.se) else ""
     return f"{value.mean:{sign}.4f}{error}"
 
@@ -178,7 +178,7 @@ def _where(axis: str, value: float) -> str:
 
 def _reached(axis: str, result: Reach) -> str:
     if result.own["step"] == 0:
-        return "its best is its start"
+        return "its best value is its first"
     if result.reached is None:
         return f"not reached (own best {result.best:.4f} at {_where(axis, result.own[axis])})"
     share = result.share(axis)
@@ -194,12 +194,12 @@ def reach_table(compared: Compared, metric: str) -> Table:
         if a not in bands or b not in bands:
             rows.append([b, a, *["not measured"] * (1 + len(AXES))])
         elif (result := reach(bands[a], bands[b])) is None:
-            rows.append([b, a, *["no iteration common to its seeds"] * (1 + len(AXES))])
+            rows.append([b, a, *["its seeds have no iteration in common"] * (1 + len(AXES))])
         else:
             rows.append([b, a, f"{result.best:.4f}", *(_reached(axis, result) for axis in AXES)])
     columns = [f"in {UNITS.get(axis, 'time')}" for axis in AXES]
     heads = ["arm", "is reached by", "own best", *columns]
-    return Table(f"{title_of(metric)}: who reaches whose best", heads, rows)
+    return Table(f"{title_of(metric)}: cost to reach the best value of another arm", heads, rows)
 
 
 def run_table(compared: Compared) -> Table:
@@ -241,7 +241,8 @@ def warning(compared: Compared) -> str:
     count, sentences = sum(state != "finished" for state in states), []
     if count:
         sentences.append(
-            f"{count} of {len(states)} runs are not finished (see Runs); numbers are of the metrics so far."
+            f"{count} of {len(states)} runs are not finished (see Runs); the numbers are computed from the "
+            "metrics so far."
         )
     if differ := differing_evaluations(compared):
         sentences.append(
@@ -261,10 +262,10 @@ def differing_evaluations(compared: Compared) -> list[str]:
 
 TRAINING_REWARDS = (
     "Do not compare methods by training rewards. A training reward averages all images of an iteration, and "
-    "these begin in noisy states that each method chooses: the more a method explores, the lower it is. "
-    "G²RPO, whose images come from noise at many steps and from coarse tails, looks worst here, whatever its "
-    "final images are. Use these numbers to compare seeds and settings of one method, and to see whether a "
-    "run was healthy."
+    "each method chooses the noisy states from which these images start: the more a method explores, the "
+    "lower its training reward is. G²RPO, whose images come from noise at many steps and from coarse tails, "
+    "looks worst here, however good its final images are. Use these numbers to compare seeds and settings "
+    "of one method, and to see whether a run was healthy."
 )
 """Why training rewards come after evaluations."""
 
@@ -274,20 +275,20 @@ def how_to_read(compared: Compared) -> list[str]:
     first = next(iter(compared.arms))
     return [
         "± is one standard error over seeds. Final: the last value of a run; best: its highest. Evaluations "
-        "are not smoothed. Training rewards, each of which has other prompts, are trailing means over "
-        f"{compared.smoothing:.0%} of the axis, for all arms the same width, from the first full window on; "
-        "the final and best ones over that share of forwards + update. Higher values count as better.",
+        "are not smoothed. Training rewards have other prompts at each iteration, so they are trailing "
+        f"means over {compared.smoothing:.0%} of the axis, with the same width for all arms, from the first "
+        "full window on; final and best use that share of forwards + update. Higher values count as better.",
         f"Differences to {first} are paired by seed. Their 95 % interval is Student's over seeds; a "
         "difference is called higher or lower if the interval does not contain 0. With several arms and "
         "metrics some such results are chance. Equal cost: every run at the largest number of iterations, "
         "forwards or seconds that all runs with this metric reached, interpolated linearly. Forwards are "
         "those of the rollout; with the update, a training row counts as three more (a backward is counted "
         "as two), and further passes over it as one each.",
-        "Who reaches whose best: on the mean over seeds, at every iteration, interpolated linearly between "
-        "evaluations. “20 of 80 (0.25×)”: the second arm first reaches the own best of the first after 20, "
-        "the first itself after 80. “Not reached (own best 0.7 at iteration 80)”: the first has 0.7 at "
-        "iteration 80, and the second never. Costs are the seeds' means up to that iteration, in the curves "
-        "too.",
+        "Cost to reach the best value of another arm: on the mean over seeds, at every iteration, "
+        "interpolated linearly between evaluations. “20 of 80 (0.25×)”: the second arm first reaches the "
+        "own best of the first after 20, the first itself after 80. “Not reached (own best 0.7 at iteration "
+        "80)”: the first has 0.7 at iteration 80, and the second never. Costs are the seeds' means up to "
+        "that iteration, in the curves too.",
         "Time can be compared only if the runs had the same machine to themselves in the same way.",
     ]
 

@@ -57,7 +57,7 @@ class Gap:
         if self.difference.n == 1:
             return "one common seed: no interval"
         if not math.isfinite(self.difference.mean):
-            return "no value so early"
+            return "no value at this cost"
         return ("higher" if self.low > 0 else "lower") if self.is_clear else "no clear difference"
 
 
@@ -125,7 +125,7 @@ def _sentence(compared: Compared, metric: str, kind: str) -> str:
     means = {arm: mean for arm, mean in means.items() if math.isfinite(mean)}
     name = f"{metric.removeprefix('eval/')} ({kind})"
     if not means:
-        return f"no arm has a value of {name} so early."
+        return f"no arm has a value of {name} at this cost."
     leader = max(means, key=lambda arm: means[arm])
     gaps = {arm: gap(values[leader], values[arm]) for arm in means if arm != leader}
     unmeasured = [arm for arm in compared.arms if arm not in means]

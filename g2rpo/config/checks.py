@@ -49,8 +49,8 @@ def check_rewards(settings: Settings) -> None:
             if misplaced := wrong_place(key, type(settings).model_fields, f"reward_options.{name}"):
                 raise ValueError(misplaced)
         raise ValueError(
-            f"reward_options for {name!r} ({', '.join(options)}), which is in neither rewards nor "
-            "eval_rewards; add the reward to one of them, or remove its options"
+            f"reward_options has options for {name!r} ({', '.join(options)}), which is in neither rewards "
+            "nor eval_rewards; add the reward to one of them, or remove its options"
         )
 
 
@@ -76,14 +76,16 @@ def check_evaluation(settings: Settings) -> None:
         if settings.on_warning == "rollback":
             raise ValueError(
                 "on_warning='rollback' returns to the best checkpoint, which a run keeps only with "
-                "keep_best=REWARD and eval_every=N; set them, or take on_warning='stop'"
+                "keep_best=REWARD and eval_every=N; set both, or use on_warning='stop'"
             )
         return
     rewards = list(dict.fromkeys([*settings.rewards, *settings.eval_rewards]))
     if settings.keep_best not in rewards:
-        raise ValueError(f"keep_best={settings.keep_best!r} is not evaluated; take none or one of {rewards}")
+        raise ValueError(f"keep_best={settings.keep_best!r} is not evaluated; use none or one of {rewards}")
     if not settings.eval_every:
-        raise ValueError(f"keep_best={settings.keep_best!r} needs evaluations: set eval_every, or none")
+        raise ValueError(
+            f"keep_best={settings.keep_best!r} needs evaluations: set eval_every, or keep_best=none"
+        )
 
 
 def check_groupwise(settings: Settings, groupwise: Collection[str]) -> None:
@@ -104,7 +106,8 @@ def check_groupwise(settings: Settings, groupwise: Collection[str]) -> None:
     if settings.eval_every and not {*settings.rewards, *settings.eval_rewards} - {*groupwise}:
         raise ValueError(
             f"eval_every={settings.eval_every} would evaluate nothing: all rewards are groupwise, and "
-            "evaluation images belong to no group; name a pointwise one in eval_rewards, or set eval_every=0"
+            "evaluation images belong to no group; add a pointwise reward to eval_rewards, or set "
+            "eval_every=0"
         )
 
 
@@ -114,14 +117,15 @@ def check_adapters(settings: Settings) -> None:
         return
     if settings.lora_alpha is not None:
         raise ValueError(
-            f"lora_alpha={settings.lora_alpha} has no effect with lora_rank=0; set lora_rank or drop it"
+            f"lora_alpha={settings.lora_alpha} has no effect with lora_rank=0; set lora_rank, or remove "
+            "lora_alpha"
         )
     if settings.lora_targets is not None:
-        raise ValueError("lora_targets has no effect with lora_rank=0; set lora_rank or drop it")
+        raise ValueError("lora_targets has no effect with lora_rank=0; set lora_rank, or remove lora_targets")
     if settings.base_dtype != "compute":
         raise ValueError(
             f"base_dtype={settings.base_dtype} stores a frozen base; with lora_rank=0 all weights are "
-            "trained in float32: set lora_rank or drop it"
+            "trained in float32: set lora_rank, or remove base_dtype"
         )
 
 
@@ -148,7 +152,7 @@ def check_length(settings: Settings) -> None:
             f"{prompts:,} prompts; a run has at most {MAX_TRAINED_PROMPTS:,}: give a smaller number"
         )
     if settings.stop_after is not None and settings.stop_after > settings.iterations:
-        raise ValueError(f"stop_after={settings.stop_after} lies beyond iterations={settings.iterations}")
+        raise ValueError(f"stop_after={settings.stop_after} is greater than iterations={settings.iterations}")
 
 
 def check_files(settings: Settings, may_be_absent: Collection[str] = ()) -> None:
@@ -172,8 +176,8 @@ def check_files(settings: Settings, may_be_absent: Collection[str] = ()) -> None
     model = settings.model
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(
-            f"model={model!r} looks like a folder, and there is none{file_note(Path(model).expanduser())}; "
-            "give an existing one or a hub name"
+            f"model={model!r} looks like a folder, but there is no such "
+            f"folder{file_note(Path(model).expanduser())}; give an existing folder or a hub name"
         )
     if settings.weights is not None:
         _check_weights(settings.weights)
@@ -182,13 +186,13 @@ def check_files(settings: Settings, may_be_absent: Collection[str] = ()) -> None
         nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if nearest.is_symlink() and not nearest.exists():
             raise ValueError(
-                f"{name}={text!r}: {nearest} is a link to {os.readlink(nearest)}, which leads nowhere; "
-                "remove it, make that folder, or name another one"
+                f"{name}={text!r}: {nearest} is a link to {os.readlink(nearest)}, which does not exist; "
+                "remove the link, create that folder, or choose another one"
             )
         if not nearest.is_dir():
-            raise ValueError(f"{name}={text!r}: {nearest} is a file; name a folder")
+            raise ValueError(f"{name}={text!r}: {nearest} is a file; give a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
-            raise ValueError(f"{name}={text!r}: no permission to write in {nearest}; name another folder")
+            raise ValueError(f"{name}={text!r}: no permission to write in {nearest}; choose another folder")
 
 
 def _check_weights(text: str) -> None:

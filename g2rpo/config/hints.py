@@ -90,7 +90,7 @@ def suggestion(key: str, settings: Mapping[str, Any], algorithm: str, value: Any
     if name is None:
         hint = did_you_mean(key, known)
         return hint and hint + _owner(hint.split("'")[1], settings, algorithm)
-    verb = "here it is" if key in NAMES_ELSEWHERE else "did you mean"
+    verb = "its name here is" if key in NAMES_ELSEWHERE else "did you mean"
     return f"; {verb} {name!r}" + ("" if key in NAMES_ELSEWHERE else "?") + _owner(name, settings, algorithm)
 
 

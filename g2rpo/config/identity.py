@@ -93,13 +93,13 @@ def check_same_run(saved: Settings, given: Settings) -> None:
     """
     before, now = identity(saved), identity(given)
     differences = [
-        f"  {key}: {before.get(key)!r} there, {now.get(key)!r} given"
+        f"  {key}: {before.get(key)!r} stored, {now.get(key)!r} given"
         for key in before | now
         if before.get(key) != now.get(key)
     ]
     if differences:
         raise ValueError(
-            f"{given.out} holds a run with other settings and cannot be resumed with these:\n"
+            f"{given.out} contains a run with other settings and cannot be resumed with these:\n"
             + "\n".join(differences)
             + "\nGive the same settings, or another out=FOLDER."
         )

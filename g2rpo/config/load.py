@@ -119,7 +119,7 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
     kept = {key: value for key, value in values.items() if key != OPTIONS}
     tables = values.get(OPTIONS, {})
     if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
-        raise ValueError(f"{recipe}: {OPTIONS} holds tables, such as [{OPTIONS}.NAME] for algorithm=NAME")
+        raise ValueError(f"{recipe}: {OPTIONS} contains tables, such as [{OPTIONS}.NAME] for algorithm=NAME")
     own = kept.get("algorithm", Settings.model_fields["algorithm"].default)
     if not isinstance(requested, str | None) or not isinstance(own, str):
         return kept  # refused with all other values of a wrong type
@@ -137,8 +137,9 @@ def _for_algorithm(values: Mapping[str, Any], requested: Any, recipe: str) -> di
             raise ValueError(f"{recipe}: [{OPTIONS}.{algorithm}]: {error}") from error
         if unknown := [key for key in table if key not in known]:
             raise ValueError(
-                f"{recipe}: [{OPTIONS}.{algorithm}] holds {unknown[0]!r}, which is no option of it"
-                f"{_belongs(unknown[0], f'{OPTIONS}.{algorithm}', known)}; its options are {', '.join(known)}"
+                f"{recipe}: [{OPTIONS}.{algorithm}] contains {unknown[0]!r}, which is not an option of "
+                f"{algorithm}{_belongs(unknown[0], f'{OPTIONS}.{algorithm}', known)}; its options are "
+                f"{', '.join(known)}"
             )
     if requested is None or requested not in tables:
         return kept

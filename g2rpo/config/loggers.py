@@ -32,11 +32,11 @@ def with_loggers(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         given = {"true": True, "false": False}.get(given.lower(), given)
     place = f"{where}: " if where else ""
     if kept.get("loggers") is not None:
-        raise ValueError(f"{place}{EARLIER} is the earlier name of loggers; give loggers alone")
+        raise ValueError(f"{place}{EARLIER} is the earlier name of loggers; give only loggers")
     if not isinstance(given, bool):
         raise ValueError(
-            f"{place}{EARLIER} = {given!r}: it was true or false, and is now loggers = "
-            f'["{EARLIER}"] or []; give loggers'
+            f"{place}{EARLIER} = {given!r}: this setting is now loggers = "
+            f'["{EARLIER}"] or []; use that instead'
         )
     return kept | {"loggers": [EARLIER] if given else []}
 
@@ -70,5 +70,6 @@ def check_installed(names: Iterable[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"loggers: {name} is not installed; pip install {name}, or leave it out (none: loggers=[])"
+                f"loggers: {name} is not installed; pip install {name}, or remove it from loggers "
+                "(loggers=[] uses none)"
             )

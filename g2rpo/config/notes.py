@@ -54,6 +54,6 @@ def _granularities(settings: Settings) -> str:
     if (largest := max(granularities, default=0)) < num_steps:
         return ""
     return (
-        f"granularities: {largest} reaches beyond num_steps={num_steps}; its tails are a single step to the "
-        f"image, as of {num_steps - 1}: use granularities below num_steps"
+        f"granularities: {largest} is not below num_steps={num_steps}, so its tails take a single step to "
+        f"the image, like those of {num_steps - 1}; use granularities below num_steps"
     )

@@ -530,7 +530,7 @@ def unknown_name(name: str) -> ValueError:
 
     known = [*(entry.name for entry in entries()), *NAMES_BEFORE, *PRESETS, *REWARDS]
     hint = suggestion(name, Settings.model_fields, "")
-    if "here it is" not in hint:  # otherwise it is the name in another trainer
+    if "its name here is" not in hint:  # otherwise it is the name in another trainer
         near = [word for word in known if len(name) > 2 and name.lower() in word]
         near += re.findall("'(.+)'", hint) + difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         hint = f"; similar names are {', '.join(list(dict.fromkeys(near))[:6])}" if near else ""

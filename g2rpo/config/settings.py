@@ -87,10 +87,10 @@ class Settings(BaseModel):
     """Base model: `tiny` (embedded), `tiny@NAME` (a shipped variant of it), a diffusers folder, a hub name,
     or `random:NAME` (a model of full size with random weights and without a download, for trials)."""
     family: Text | None = None
-    """A model family of your own, as module:attribute, which is imported. None = found from the model."""
+    """Your own model family, as module:attribute; the module is imported. None = detected from the model."""
     weights: Text | None = None
-    """A .safetensors file of transformer weights, with diffusers' or the original names, that replace the
-    base's before training. None = the base's own weights."""
+    """A .safetensors file whose transformer weights, with the tensor names of diffusers or of the original
+    release, replace those of the base model before training. None = the weights of the base model."""
     lora_rank: CountOrOff = 0
     """Rank of the trained adapters. 0 trains all weights, which needs about 7 times the memory."""
     lora_alpha: Positive | None = None
@@ -124,12 +124,12 @@ class Settings(BaseModel):
     max_sequence_length: Count | None = None
     """Maximum number of text tokens of the long prompt encoder. None = the model's own limit."""
     precision: Precision = "float32"
-    """Precision of the policy's forwards. tf32 is float32 with products rounded on the GPU. With these three,
-    states, log-probabilities and trained weights are float32. float64 is for checks."""
+    """Precision of the policy's forwards. tf32 is float32 with products rounded on the GPU. With float32,
+    tf32 and bfloat16, states, log-probabilities and trained weights are float32. float64 is for checks."""
     tails_precision: TailsPrecision = "compute"
     """`float8` multiplies in 8 bits in forwards whose result only a reward uses. It needs torchao, bfloat16
-    and a GPU of compute capability 8.9; an H200 is 1.4 times as fast. docs/performance.md states the
-    effect."""
+    and a GPU of compute capability 8.9 or higher, and makes a rollout on an H200 1.4 times as fast.
+    docs/performance.md states its effect on the advantages."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the run. auto = cuda if available."""
     sigma_rounding: SigmaRounding = "exact"
@@ -139,8 +139,8 @@ class Settings(BaseModel):
     algorithm: Text = "g2rpo"
     """Method: the name of a shipped one, or `module:attribute` for a class of your own."""
     algorithm_options: dict[str, Any] = Field({}, validate_default=True)
-    """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml has those
-    of your own class in this table, because only the class knows which they are."""
+    """Options of the algorithm. A recipe gives them as flat keys, such as `eta = 0.7`. config.toml stores the
+    options of a class of your own in this table, because only that class defines them."""
 
     # Groups, prompts and rewards.
     group_size: Annotated[int, Field(ge=2)] = 12
@@ -151,8 +151,8 @@ class Settings(BaseModel):
     prompts: Text = "world:train"
     """Training prompts: a txt, json, jsonl, csv or parquet file, or world:NAME of the embedded world."""
     prompts_per_iteration: Count = 4
-    """Number of groups per iteration, over all processes. Forwards per iteration are this times those of a
-    group."""
+    """Number of groups per iteration, over all processes. An iteration costs this number times the forwards
+    of a group."""
     skip_flat: bool = False
     """Skip the next visit of a prompt if all rewards of its group were equal, because such a group has no
     gradient."""
@@ -165,8 +165,8 @@ class Settings(BaseModel):
     """The run stops with a checkpoint if more than this share of an iteration's samples has no reward."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if the loss or the gradient of an optimizer step is NaN or infinite on any process, or if
-    an iteration exceeds max_invalid_fraction: the run stops, or the optimizer step (the iteration's update)
-    is skipped and counted."""
+    an iteration exceeds max_invalid_fraction. stop: the run stops; skip: that optimizer step, or the update
+    of that iteration, is skipped and counted."""
     max_skips: Count = 10
     """With on_nonfinite = "skip", the run stops after this many skips in a row."""
 
@@ -188,7 +188,7 @@ class Settings(BaseModel):
 
     on_warning: Literal["warn", "stop", "rollback"] = "warn"
     """What follows when the guard finds that a reward is exploited or the policy collapses (docs/guard.md).
-    warn: go on; stop: end with a checkpoint; rollback: end, and RUN/latest names the best checkpoint."""
+    warn: go on; stop: end with a checkpoint; rollback: end, and RUN/latest refers to the best checkpoint."""
 
     compare_images: Annotated[int, Field(ge=0, le=MAX_IMAGES)] = 0
     """Number of images of training prompts, and of unseen prompts, that are made before and after training
@@ -246,15 +246,16 @@ class Settings(BaseModel):
     decode_batch: Count = 24
     """Images that are decoded and scored at once, per process."""
     update_batch: Count = 16
-    """Rows per forward and backward of the update, per process; a row is a state that its group shares."""
+    """Rows per forward and backward of the update, per process; a row is one state, of a member or shared by
+    the group."""
     cache: Text = "~/.cache/g2rpo/embeddings"
     """Folder of prompt embeddings, which runs may share."""
     deterministic: bool = False
     """Bit-exact repeats on a GPU as well, with slower kernels. On a CPU they are always bit-exact."""
     loggers: list[str] = ["tensorboard"]
     """Services that get all metrics and images besides the run folder: any of `tensorboard` (event files in
-    the run folder), `wandb`, `trackio`, `swanlab` and `mlflow` (docs/logging.md). [] = none. One that fails
-    is left out with a warning, and the run goes on."""
+    the run folder), `wandb`, `trackio`, `swanlab` and `mlflow` (docs/logging.md). [] = none. If one
+    fails, the run prints a warning and continues without it."""
 
     @model_validator(mode="before")
     @classmethod

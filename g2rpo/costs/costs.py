@@ -126,7 +126,7 @@ def plan_costs(
     if num_processes < 1 or settings.prompts_per_iteration % num_processes:
         raise ValueError(
             f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly among "
-            f"{num_processes} processes; make it a multiple"
+            f"{num_processes} processes; use a multiple of {num_processes}"
         )
     if seconds_per_forward is not None and not seconds_per_forward > 0:
         raise ValueError(f"seconds_per_forward must be > 0, got {seconds_per_forward}")
@@ -232,7 +232,9 @@ def coinciding_tails(plans: Sequence[Plan], settings: Settings) -> tuple[str, ..
 
 def _spread_note(settings: Settings) -> tuple[str, ...]:
     if settings.option("step_draw") == "spread" and settings.option("steps_per_iteration"):
-        return ("step_draw=spread depends on future rewards: counted as if the steps were drawn evenly",)
+        return (
+            "step_draw=spread depends on future rewards: the costs assume that the steps are drawn evenly",
+        )
     return ()
 
 

@@ -93,7 +93,7 @@ def disk_problem(settings: Settings, missing_texts: int = 0) -> str:
     checkpoint, kept = checkpoint_bytes(settings, trained), checkpoints_kept(settings)
     parts = f"{kept} checkpoints kept and 1 being written take {size_text((kept + 1) * checkpoint)}"
     if stored := _stored(out):
-        parts += f", of which {size_text(stored)} are there"
+        parts += f", of which {size_text(stored)} exist already"
     if beside:
         parts += f", and the embeddings of {missing_texts:,} prompts {size_text(beside)}"
     ways = [f"free {size_text(needed - free)}", "give out=FOLDER on another disk"]

@@ -45,7 +45,7 @@ def plan_here(
     """
     if gpu is not None and rates_of(gpu) is None:
         raise ValueError(
-            f"--gpu {gpu}: the table of measured times has {', '.join(TABLE)}; give "
+            f"--gpu {gpu}: the table of measured times contains only {', '.join(TABLE)}; give "
             "--seconds-per-forward, or use --measure on such a machine"
         )
     for reward, options in settings.reward_options.items():

@@ -46,7 +46,10 @@ def fit_notes(
     fitting = recipes_that_fit(settings, num_processes, memory_bytes)
     if fitting:
         recipes = " or ".join(f"{name} (about {size_text(needed)})" for name, needed in fitting)
-        return (problem, f"nothing fits at these sizes; of the shipped recipes of this model {recipes} does")
+        return (
+            problem,
+            f"no change makes it fit at these sizes; a shipped recipe of this model that fits is {recipes}",
+        )
     more = "more processes, " if not settings.lora_rank else ""
     return (
         problem,

@@ -172,8 +172,8 @@ def largest_rollout_batch(
     available = usable - fixed
     if available < row_bytes(settings, shape):
         raise ValueError(
-            f"rollout_batch=auto: without any sample the rollout takes about {fixed / 1e9:.1f} GB, and "
-            f"{max(usable, 0) / 1e9:.1f} GB are free; `g2rpo plan` names settings that fit"
+            f"rollout_batch=auto: the rollout needs about {fixed / 1e9:.1f} GB even without samples, but "
+            f"{max(usable, 0) / 1e9:.1f} GB are free; `g2rpo plan` shows settings that fit"
         )
     return min(largest_wave, available // row_bytes(settings, shape))
 

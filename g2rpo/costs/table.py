@@ -23,7 +23,9 @@ def verdict_lines(costs: Costs) -> list[str]:
     largest = sorted(parts.items(), key=lambda item: -item[1])[:LARGEST]
     lines.append("largest parts: " + ", ".join(f"{part} {size_text(size)}" for part, size in largest))
     if costs.run_seconds is None:
-        lines.append("time: unknown; give --gpu NAME or --seconds-per-forward S, or --measure there")
+        lines.append(
+            "time: unknown; give --gpu NAME or --seconds-per-forward S, or use --measure on that machine"
+        )
     else:
         hours = costs.run_seconds / 3600
         devices = f" on {costs.num_processes} devices" if costs.num_processes > 1 else ""

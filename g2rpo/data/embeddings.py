@@ -222,9 +222,9 @@ def _keys_of(shard: Path) -> list[str]:
         try:
             keys = json.loads((file.metadata() or {})["keys"])
         except (ValueError, KeyError, RecursionError) as error:
-            raise DamagedFile(f"damaged embeddings {shard} names no prompts") from error
+            raise DamagedFile(f"damaged embeddings {shard}: it does not list its prompts") from error
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise DamagedFile(f"damaged embeddings {shard} names no list of prompts")
+        raise DamagedFile(f"damaged embeddings {shard}: its prompts are not a list")
     return keys
 
 

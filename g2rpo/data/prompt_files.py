@@ -104,7 +104,7 @@ def _decoded(path: Path) -> str:
                 f"{path}, line {line}: UTF-16 or UTF-32 without a byte order mark (every second byte is "
                 "NUL); save it as UTF-8"
             )
-        raise ValueError(f"{path}, line {line}: a NUL byte, which no text has; remove it")
+        raise ValueError(f"{path}, line {line}: a NUL byte, which text cannot contain; remove it")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

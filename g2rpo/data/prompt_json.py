@@ -80,8 +80,8 @@ def json_document(text: str, path: Path) -> Any:
         lines = [line for line in lines_of(text) if line.strip()]
         if len(lines) > 1 and all(json_or_none(line) is not None for line in lines[:2]):
             raise ValueError(
-                f"{path}, line 2: a second JSON value; a .json file holds one list. With one object per line "
-                "(JSON Lines), name the file .jsonl"
+                f"{path}, line 2: a second JSON value; a .json file contains one list. With one object per "
+                "line (JSON Lines), name the file .jsonl"
             ) from error
         raise
 

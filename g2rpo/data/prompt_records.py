@@ -30,7 +30,7 @@ def bad_character(text: str) -> str | None:
         return None
     code = ord(match[0])
     if code == 0xFEFF:
-        kind = "a byte order mark within the text, as joined files have"
+        kind = "a byte order mark within the text, as in files that were joined"
     elif code >= 0xFDD0:
         kind = "which is not a character"
     elif code >= 0xD800:
@@ -66,8 +66,8 @@ def check_fields(value: Any, where: str) -> None:
                 raise ValueError(f"{where}{field}: the text contains {bad}; remove it")
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(
-                f"{where}{field}: {value} is no number that JSON has, and no server takes it; use null, or "
-                "leave it out"
+                f"{where}{field}: {value} is not a number in JSON, and servers reject it; use null, or "
+                "remove the field"
             )
         elif isinstance(value, dict | list | tuple):
             if isinstance(value, RepeatedKey):
@@ -105,7 +105,8 @@ def text_key(keys: Sequence[str], where: str, notes: list[str]) -> str:
             notes += [] if note in notes else [note]
         return present[0]
     hints = (did_you_mean(key.strip().lower(), TEXT_KEYS) for key in keys)
+    fields = f"the fields are {', '.join(keys)}" if keys else "there are no fields"
     raise ValueError(
-        f"{where}: no {', '.join(TEXT_KEYS[:-1])} or {TEXT_KEYS[-1]} among {', '.join(keys) or 'no fields'}"
+        f"{where}: no {', '.join(TEXT_KEYS[:-1])} or {TEXT_KEYS[-1]}; {fields}"
         + next(filter(None, hints), "")
     )

@@ -37,4 +37,6 @@ def where_from(source: str | Path) -> str:
     published = PUBLISHED.get(Path(source).name)
     if published is None:
         return ""
-    return f"it holds {published.content}: `{published.command}` (as text: {published.also})"
+    return (
+        f"it contains {published.content}; to download it: `{published.command}` (as text: {published.also})"
+    )

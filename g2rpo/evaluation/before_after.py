@@ -69,7 +69,8 @@ class Comparison:
         note = ""
         if images and len(unseen) < len(other):
             note = (
-                f"{len(other) - len(unseen)} evaluation prompts are training prompts: not compared as unseen"
+                f"{len(other) - len(unseen)} evaluation prompts are also training prompts and are not "
+                "compared as unseen"
             )
         return Comparison(images, num_steps, tuple(sets), note)
 
@@ -99,20 +100,20 @@ class Comparison:
         """
         if not self.sets:
             return self
-        way_out = "or compare_images=0 to go on without a comparison"
+        way_out = "or use compare_images=0 to continue without a comparison"
         try:
             record = read_record(out / RECORD) if (out / RECORD).is_file() else None
         except DamagedFile:
             return self  # `problem` says it, and the images are drawn again
         if record is None:
             raise ValueError(
-                f"compare_images={self.images}, but {out / RECORD} holds no images of the untrained model "
-                f"(or an earlier version's); start a new run with another out=FOLDER, {way_out}"
+                f"compare_images={self.images}, but {out / RECORD} lists no images of the untrained model, "
+                f"or was written by an earlier version; start a new run with another out=FOLDER, {way_out}"
             )
         began = stored_comparison(out)
         assert began is not None
         differences = [
-            f"  {name}: {before} there, {now} given"
+            f"  {name}: {before} stored, {now} given"
             for name, before, now in (
                 ("compare_images", began.images, self.images),
                 ("eval_num_steps", began.num_steps, self.num_steps),
@@ -120,12 +121,14 @@ class Comparison:
             if before != now
         ]
         if began._unseen() != self._unseen():
-            differences.append("  eval_prompts or num_eval_prompts: other unseen prompts there")
+            differences.append(
+                "  eval_prompts or num_eval_prompts: the stored images have other unseen prompts"
+            )
         if differences:
             raise ValueError(
-                f"{out} holds images of the untrained model under other settings:\n"
+                f"{out} contains images of the untrained model with other settings:\n"
                 + "\n".join(differences)
-                + f"\nGive those again, {way_out}."
+                + f"\nGive the stored settings, {way_out}."
             )
         return began
 

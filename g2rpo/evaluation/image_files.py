@@ -105,7 +105,7 @@ def _reason(path: Path, error: BaseException) -> str:
 def _check_mode(image: Image.Image) -> None:
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # a camera's JPEG, with a preview or a depth map behind
-        raise _Unsupported(f"it holds {frames} images; save the one to score as its own file")
+        raise _Unsupported(f"it contains {frames} images; save the image to score as a separate file")
     mode = image.mode
     is_grey_16 = mode in GREY_16 or (mode == "I" and image.format == "PNG")
     if is_grey_16 and "transparency" in image.info:

@@ -86,14 +86,14 @@ class Lineup:
         folders = (self.out / label for label in self.labels)
         if existing := next((folder for folder in folders if folder.exists()), None):
             raise ValueError(
-                f"{existing} was not written by this command (no {self._file.name}); name another --out"
+                f"{existing} was not written by this command (no {self._file.name}); choose another --out"
             )
 
     def _read(self, kind: str) -> None:
         """Reads OUT/<kind>.json of an earlier call, whose images are kept."""
         others = [self.out / f"{other}.json" for other in KINDS if other != kind]
         if existing := next((file for file in others if file.exists()), None):
-            raise ValueError(f"{self.out} holds something else ({existing.name}); name another --out")
+            raise ValueError(f"{self.out} contains other results ({existing.name}); choose another --out")
         if not self._file.is_file():
             return self._check_no_folders()
         try:
@@ -105,30 +105,30 @@ class Lineup:
             self.described = before["described"]
         except DamagedFile as error:
             raise ValueError(
-                f"{error}. It says which images and scores are in the folder: put it back from a copy, or "
-                "name another --out"
+                f"{error}. This file records which images and scores are in the folder: restore it from a "
+                "copy, or choose another --out"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._file} was not written by this command; name another --out") from error
+            raise ValueError(f"{self._file} was not written by this command; choose another --out") from error
         differences = [
-            f"  {name}: {settings.get(name)} there, {self._settings.get(name)} given"
+            f"  {name}: {settings.get(name)} stored, {self._settings.get(name)} given"
             for name in {**settings, **self._settings}
             if settings.get(name) != self._settings.get(name)
         ]
         for label, identity in models.items():
             if label not in self._identities:
-                differences.append(f"  models: {identity['model']} ({label}) is there, and not given")
+                differences.append(f"  models: {identity['model']} ({label}) is stored, but not given")
             elif self._identities[label] != identity:
-                differences.append(f"  {label}: another model than there, or changed since")
+                differences.append(f"  {label}: not the stored model, or changed since then")
         if next(iter(models), None) != self.labels[0]:
-            differences.append(f"  the first model is {next(iter(models))} there, {self.labels[0]} given")
+            differences.append(f"  the first model: {next(iter(models))} stored, {self.labels[0]} given")
         if omitted := sorted(set(steps) - set(self.request.steps)):
-            differences.append(f"  steps: {', '.join(map(str, omitted))} there, and not given")
+            differences.append(f"  steps: {', '.join(map(str, omitted))} stored, but not given")
         if differences:
             raise ValueError(
-                f"{self.out} holds images of other settings:\n"
+                f"{self.out} contains images with other settings:\n"
                 + "\n".join(differences)
-                + "\nGive those again (models and steps may be added), or name another --out."
+                + "\nGive what is stored (you may add models and steps), or choose another --out."
             )
 
     def write(self) -> None:

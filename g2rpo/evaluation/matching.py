@@ -105,12 +105,12 @@ def _similar_name(folder: Path, path: Path) -> str:
     same = next((name for name in names if plain(name) == plain(path.name)), None)
     if same is None:
         return ""
-    return f"; {same!r} is there, which differs in blanks, case or Unicode form from {path.name!r}"
+    return f"; a similar file is {same!r}, which differs from {path.name!r} in spaces, case or Unicode form"
 
 
 def _matched(folder: Path, prompts: str | None, mapping: str | None) -> Matched:
     if prompts is not None and mapping is not None:
-        raise ValueError("a mapping holds the prompts itself: give --prompts or --map, not both")
+        raise ValueError("--map already contains the prompts: give --prompts or --map, not both")
     if not folder.is_dir():
         raise ValueError(f"--images {folder}: no such folder (looked in {Path.cwd()})")
     if mapping is not None:
@@ -132,7 +132,7 @@ def _image_names(folder: Path) -> tuple[list[str], list[str], list[str]]:
     if sheets and not any(_own_text(folder / name)[0] for name in names if name not in sheets):
         sheets = []  # an image of the user's that happens to have this name
     if not set(names) - set(sheets):
-        there = f"; it holds {_first_names(others)}" if others else "; it is empty"
+        there = f"; it contains {_first_names(others)}" if others else "; it is empty"
         raise ValueError(f"no images ({', '.join(SUFFIXES)}) in {folder}{there}")
     return [name for name in names if name not in sheets], others, sheets
 
@@ -158,13 +158,13 @@ def in_order(names: Sequence[str]) -> list[str]:
     plain = sorted(names)
     without_suffixes = sorted(plain, key=lambda name: (Path(name).stem, name))
     by_number = sorted(without_suffixes, key=lambda name: _numbers_in(Path(name).stem))
-    for other, how in ((without_suffixes, "without the files' suffixes"), (by_number, "by number")):
+    for other, how in ((without_suffixes, "without their suffixes"), (by_number, "by number")):
         for here, there in zip(plain, other, strict=True):
             if here != there:
                 raise ValueError(
-                    f"the images' order is ambiguous: sorted by characters, {here} has the position "
-                    f"of {there} {how}; give the prompts with --map (columns file and prompt), or name the "
-                    "files with leading zeros"
+                    f"the order of the images is ambiguous: sorted by characters, {here} comes where {there} "
+                    f"would come if sorted {how}; give the prompts with --map (columns file and prompt), or "
+                    "name the files with leading zeros"
                 )
     return plain
 
@@ -196,18 +196,17 @@ def _by_mapping(folder: Path, source: str) -> Matched:
         name = metadata.pop("file", None)
         if not isinstance(name, str) or not name.strip():
             raise ValueError(
-                f"{source}, {position}: a mapping names the image in `file`; this record has "
+                f"{source}, {position}: the field `file` must name the image; this record has "
                 + ("none" if name is None else f"{name!r}")
             )
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(
-                f"{source}, {position}: {name!r} lies outside the folder of images; give a name within "
-                f"{folder}"
+                f"{source}, {position}: {name!r} is outside the folder of images; give a name within {folder}"
             )
         path = folder / name
         if (resolved := path.resolve()) in position_of:
             raise ValueError(
-                f"{source}, {position}: {name} is in {position_of[resolved]} already; name each image once"
+                f"{source}, {position}: {name} is already in {position_of[resolved]}; list each image once"
             )
         position_of[resolved] = position
         items.append(Item(name, path, text, metadata))
@@ -221,7 +220,7 @@ def _by_their_text(folder: Path, names: list[str]) -> tuple[list[Item], list[str
     without = [name for name, (prompt, _) in own.items() if prompt is None]
     if without := [name for name in without if _is_readable(folder / name)]:
         raise ValueError(
-            f"{len(without)} of {len(names)} images in {folder} carry no prompt by g2rpo: "
+            f"{len(without)} of {len(names)} images in {folder} contain no prompt that g2rpo wrote: "
             f"{_first_names(without)}; give --prompts (one per image, in sorted order) or --map (columns "
             "file and prompt)"
         )
@@ -249,7 +248,9 @@ def _mixed(models: Mapping[str, str]) -> list[str]:
     if len(by_model) < 2:
         return []
     parts = ", ".join(f"{len(names)} by {model} ({names[0]} …)" for model, names in by_model.items())
-    return [f"note: images of {len(by_model)} models are here: {parts}; the means are over all of them"]
+    return [
+        f"note: the folder contains images of {len(by_model)} models: {parts}; the means are over all of them"
+    ]
 
 
 def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:
@@ -263,7 +264,7 @@ def _read(source: str) -> list[tuple[str, str, dict[str, Any]]]:
     for position, _, metadata in prompts:
         check_fields(metadata, f"{source}, {position}")
     if not prompts:
-        raise ValueError(f"{source} holds no prompts; give at least one, such as a line of text")
+        raise ValueError(f"{source} contains no prompts; give at least one, such as a line of text")
     return prompts
 
 

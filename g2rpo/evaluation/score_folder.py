@@ -238,18 +238,19 @@ class _Table:
                 images_before, rewards_before = before["images"], without_secrets(before["settings"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{table.json} was not written by this command; name another --out"
+                    f"{table.json} was not written by this command; choose another --out"
                 ) from error
             if (images_before, rewards_before) != (settings["images"], settings["rewards"]):
                 raise ValueError(
-                    f"{out} holds scores of {images_before} by {', '.join(rewards_before)}, of another "
-                    "folder or with other rewards, options or code; name another --out, or delete this one"
+                    f"{out} contains scores of {images_before} by {', '.join(rewards_before)}, from another "
+                    "folder or with other rewards, options or code; choose another --out, or delete this one"
                 )
             table.described = before.get("described", {})
             table._read()
         elif table.csv.exists():
             raise ValueError(
-                f"{table.csv} was not written by this command (no scores.json beside it); name another --out"
+                f"{table.csv} was not written by this command (no scores.json beside it); choose another "
+                "--out"
             )
         return table
 

@@ -190,7 +190,7 @@ def _layout(family: ModelFamily, kind: str, adapters: bool) -> str:
         if not fitting:
             trained = "adapters" if adapters else "all weights"
             raise ValueError(
-                f"this run trained {trained}, and the model family {family.name} has no layout for them"
+                f"this run trained {trained}, but the model family {family.name} has no layout for them"
             )
         kind = fitting[0]
     if kind not in family.writers:

@@ -123,8 +123,8 @@ def _check_owner(repo: str, owner: str, user: dict[str, Any]) -> None:
         others = [organisation for organisation, role in organisations.items() if role != "read"]
         allowed = " or ".join([name, *others])
         raise ValueError(
-            f"--push-to-hub {repo}: {name}, whose token this is, may not write to {owner!r}; use {allowed} "
-            "as the owner, or the token of another user"
+            f"--push-to-hub {repo}: the token belongs to {name}, who may not write to {owner!r}; use "
+            f"{allowed} as the owner, or the token of another user"
         )
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ValueError(f"--push-to-hub {repo}: the token of {name} can only read; {LOGIN}")

@@ -53,7 +53,7 @@ def check_model(
         return
     checkpoint = checkpoint_of(path, run)
     if checkpoint is None or not checkpoint.is_dir():
-        raise ValueError(f"{path} holds no checkpoint; train the run further, or name its base model")
+        raise ValueError(f"{path} contains no checkpoint; train the run further, or give its base model")
     settings = read_settings(run)
     options = run_options(settings, conditions or {}, family, model)
     check_policy(settings.model, options, family=family)
@@ -70,7 +70,7 @@ def labels_of(models: Sequence[str], given: Sequence[str] | None = None) -> list
         ValueError: no models, or not exactly one non-empty given label per model.
     """
     if not models:
-        raise ValueError("no models: name at least one, such as tiny")
+        raise ValueError("no models: give at least one, such as tiny")
     if given is not None and (len(given) != len(models) or not all(name.strip() for name in given)):
         raise ValueError(
             f"{len(given)} labels for {len(models)} models; give one per model, separated by commas"

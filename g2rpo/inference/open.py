@@ -46,8 +46,8 @@ def base_and_files(path: Path, base: str | None) -> tuple[str, list[Path]]:
     base = base or record.get("base_model")
     if base is None:
         raise ValueError(
-            f"{path} holds only weights; name the model that they belong to with --base NAME "
-            "(in Python base=NAME)"
+            f"{path} contains only weights; give the model that they belong to with --base NAME (in Python "
+            "base=NAME)"
         )
     return base, [*([Path(below).expanduser()] if below else []), path]
 
@@ -291,7 +291,9 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
         raise ValueError(f"{path} is neither a run folder (with config.toml) nor a checkpoint in one")
     checkpoint = checkpoint_of(path, run)
     if checkpoint is None:
-        raise ValueError(f"{run} holds no checkpoint yet; train it further, or name its base model instead")
+        raise ValueError(
+            f"{run} contains no checkpoint yet; train it further, or give its base model instead"
+        )
     return run, checkpoint
 
 

@@ -322,7 +322,7 @@ class SampleRequest:
             ValueError: the segments' steps do not add up to num_steps, or the shift is not known yet.
         """
         if (steps := sum(segment.num_steps for segment in segments)) != self.num_steps:
-            raise ValueError(f"segments of {steps} steps together for num_steps={self.num_steps}")
+            raise ValueError(f"the segments have {steps} steps in total, but num_steps={self.num_steps}")
         if self.shift is None:
             raise ValueError("shift=None: take it from a model (Policy.pipeline_shift) before sampling")
         return sample_segments(segments, self.texts, shift=self.shift, seeds=self.seeds, batch=self.batch)
@@ -439,7 +439,7 @@ def share_of_first(first_steps: int | None, then: str | None, num_steps: int) ->
         return SampleRequest.first_share
     if not 1 <= first_steps < num_steps:
         raise ValueError(
-            f"--first-steps {first_steps}: of --steps {num_steps} both models take at least one; "
+            f"--first-steps {first_steps}: each model must take at least one of the --steps {num_steps}; "
             + (f"give 1 to {num_steps - 1}" if num_steps > 1 else "give more --steps")
         )
     return first_steps / num_steps

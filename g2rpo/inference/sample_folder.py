@@ -52,14 +52,14 @@ def check_folder(out: Path, count: int, *, compared: bool) -> None:
 
 def _check_names(folder: Path, names: Sequence[str]) -> None:
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, where a folder of images is needed; name another --out")
+        raise ValueError(f"{folder} is a file, but --out must be a folder; choose another --out")
     recorded = _manifest(folder)
     for name in names:
         path = folder / name
         if (path.is_symlink() or path.exists()) and not _is_own(path, recorded):
             raise ValueError(
-                f"{path} was not written by g2rpo sample, or was changed since, and would be replaced; name "
-                "another --out, or move the file"
+                f"{path} was not written by g2rpo sample, or was changed since, and would be replaced; "
+                "choose another --out, or move the file"
             )
 
 

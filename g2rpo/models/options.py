@@ -101,8 +101,8 @@ class PolicyOptions:
             )
         if self.negative_prompt is not None and self.true_cfg == 1:
             raise ValueError(
-                f"negative_prompt={self.negative_prompt!r} has no effect with true_cfg=1; set true_cfg or "
-                "drop it"
+                f"negative_prompt={self.negative_prompt!r} has no effect with true_cfg=1; set true_cfg, or "
+                "remove negative_prompt"
             )
         if self.tails_precision == "float8":
             from g2rpo.models.loading.low_precision import check_float8  # needs torch: only where it is used

@@ -53,7 +53,7 @@ class Conditioning:
                     f"{tuple(lengths.shape)} on {lengths.device}"
                 )
             if name not in self.tensors or self.tensors[name].ndim < 2:
-                raise ValueError(f"lengths of {name!r}, which is no tensor [N, longest, ...] here")
+                raise ValueError(f"lengths are given for {name!r}, which is not a tensor [N, longest, ...]")
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -102,7 +102,7 @@ class Conditioning:
             for p in parts
         ):
             names = sorted({", ".join(part.tensors) for part in parts})
-            raise ValueError(f"cannot concatenate conditionings of other names: {' and '.join(names)}")
+            raise ValueError(f"cannot concatenate conditionings with different names: {' and '.join(names)}")
         tensors = {}
         for name in first.tensors:
             rows = [part.tensors[name] for part in parts]

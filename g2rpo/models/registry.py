@@ -115,7 +115,7 @@ def _built_in(name: str, custom: str | None, *, with_known: bool) -> tuple[Model
         if name in configs:
             return family, configs[name]
     if is_random(name):
-        raise ValueError(f"no model {name!r}; with random weights there are: {', '.join(names)}")
+        raise ValueError(f"no model {name!r}; the models with random weights are {', '.join(names)}")
     return None
 
 

@@ -102,7 +102,7 @@ def targeted(names: Iterable[str], targets: Sequence[str] | None, default: str) 
         if not any(_ends(name, target) for name in names):
             ends = sorted({".".join(name.split(".")[2:]) for name in names if "blocks." in name})
             raise ValueError(
-                f"lora_targets: no linear layer's name ends in {target!r}; of the blocks' layers there are "
+                f"lora_targets: no linear layer's name ends in {target!r}; the layers of the blocks are "
                 + ", ".join(ends)
             )
     return [name for name in names if any(_ends(name, target) for target in targets)]
@@ -169,7 +169,9 @@ def autoencoder_kl(config: Mapping[str, Any], height: int, width: int) -> tuple[
     """
     for key, kind in KL_BLOCKS.items():
         if unknown := sorted(set(config.get(key, (kind,))) - {kind}):
-            raise ValueError(f"an AutoencoderKL with {key} {', '.join(unknown)}: supported is {kind}")
+            raise ValueError(
+                f"an AutoencoderKL with {key} {', '.join(unknown)} is not supported; it must be {kind}"
+            )
     channels = list(config.get("block_out_channels", (64,)))
     latent, layers = config.get("latent_channels", 4), config.get("layers_per_block", 1)
     has_attention = config.get("mid_block_add_attention", True)

@@ -64,4 +64,4 @@ def constant_note(charts: Mapping[str, Sequence[Series]]) -> str:
         f"{title}: " + ", ".join(number(series.points[0][1]) for series in several)
         for title, several in charts.items()
     ]
-    return f"Without change during the run: {'; '.join(texts)}." if texts else ""
+    return f"Unchanged during the run: {'; '.join(texts)}." if texts else ""

@@ -406,8 +406,10 @@ def _planned(record: RunRecord) -> tuple[Costs | None, str]:
         no_times = (
             ""
             if speeds
-            else f"g2rpo plan has no times for this model on {gpu or 'an unknown device'}; there, "
-            f"g2rpo plan {record.folder}/config.toml --measure measures them"
+            else (
+                f"g2rpo plan has no times for this model on {gpu or 'an unknown device'}; to measure them on "
+                f"that device, use g2rpo plan {record.folder}/config.toml --measure"
+            )
         )
         return plan_costs(settings, num_processes=processes, speeds=speeds), no_times
     except (*MALFORMED, OSError) as error:

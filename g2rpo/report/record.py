@@ -185,7 +185,9 @@ class _Reader:
         try:
             return read(self)
         except MALFORMED as error:
-            self.problems.append(f"{self.folder / name} holds records that g2rpo did not write ({error!r})")
+            self.problems.append(
+                f"{self.folder / name} contains records that g2rpo did not write ({error!r})"
+            )
             return empty
 
     def json(self, name: str | Path) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ def read_stage(out: Path, name: str) -> Stage | None:
     except DamagedFile as error:
         note(f"{error}; the stage is measured again")
     except (KeyError, TypeError) as error:
-        note(f"{path} is no record of a stage ({error!r}); the stage is measured again")
+        note(f"{path} is not a record of a stage ({error!r}); the stage is measured again")
     return None
 
 
@@ -104,21 +104,21 @@ def check_same(out: Path, given: Mapping[str, Any]) -> bool:
     path = out / BEGUN
     if not path.exists():
         if out.is_dir() and any(entry.name != ".lock" for entry in out.iterdir()):
-            raise ValueError(f"{out} holds something else (no {BEGUN}); give another out=FOLDER")
+            raise ValueError(f"{out} contains something else (no {BEGUN}); give another out=FOLDER")
         return False
     try:
         before = read_record(path)
     except DamagedFile as error:
         raise ValueError(
-            f"{error}. It says which settings and criteria the stages in {out} belong to: put it back from a "
+            f"{error}. This file records the settings and criteria of the stages in {out}: restore it from a "
             "copy, or give another out=FOLDER"
         ) from error
     differences = [
-        f"  {name}: {was!r} there, {now!r} given" for name, was, now in _differences("", before, given)
+        f"  {name}: {was!r} stored, {now!r} given" for name, was, now in _differences("", before, given)
     ]
     if differences:
         raise ValueError(
-            f"{out} holds a reproduction with other settings and cannot be resumed with these:\n"
+            f"{out} contains a reproduction with other settings and cannot be resumed with these:\n"
             + "\n".join(differences)
             + "\nGive the same settings and criteria, or another out=FOLDER."
         )

@@ -126,10 +126,10 @@ def _check_settings(settings: Settings) -> None:
     """Refuses settings that the stages set themselves."""
     if settings.stop_after is not None:
         raise ValueError(
-            f"stop_after={settings.stop_after}: reproduce stops the training itself; leave it out"
+            f"stop_after={settings.stop_after}: reproduce itself stops the training; remove stop_after"
         )
     if settings.resume != "auto":
-        raise ValueError(f"resume={settings.resume!r}: reproduce resumes by itself; leave it out")
+        raise ValueError(f"resume={settings.resume!r}: reproduce resumes by itself; remove resume")
 
 
 def _stages(plan: Plan, continue_after_failure: bool, command: str) -> Reproduction:
@@ -158,7 +158,7 @@ def _stages(plan: Plan, continue_after_failure: bool, command: str) -> Reproduct
             _report(plan, done, state, command)
             note(
                 f"{len(stage.failed)} checks failed before the long training, see {plan.out / MARKDOWN}. "
-                "Correct what they say and run the same command again, or add --continue-after-failure"
+                "Correct their causes and run the same command again, or add --continue-after-failure"
             )
             return Reproduction(plan.out, tuple(done), False)
         next_stage = f"Stage {number} of {len(STAGES)} is done; the same command continues."

@@ -195,7 +195,7 @@ def _prompt_check(plan: Plan, name: str, source: str, needed: int) -> Check:
     count = 0 if is_absent(source) else len(read_prompts(source)[0])
     measured = f"{source} is absent" if is_absent(source) else f"{count:,} prompts in {source}"
     expected = f"at least {needed:,}" if needed > 1 else "present"
-    remedy = "put the file there, or name it: --benchmark FILE" if needed > 1 else "give prompts=FILE"
+    remedy = "put the file there, or give --benchmark FILE" if needed > 1 else "give prompts=FILE"
     source_of_it = plan.criteria.source if needed > 1 else "the recipe"
     return check(name, count >= needed, measured, expected, source_of_it, remedy)
 
@@ -221,7 +221,7 @@ def _cost_checks(settings: Settings, costs: Costs) -> list[Check]:
         hours = check("time", planned <= costs.released_gpu_hours, measured, expected, source)
     problem = disk_problem(settings)
     needed = sum(size for part, size in costs.disk.items() if part not in ("one checkpoint", "export"))
-    measured = problem or f"{size_text(needed)} needed, and free"
+    measured = problem or f"{size_text(needed)} needed; enough is free"
     return [
         memory,
         hours,
@@ -360,7 +360,7 @@ def start(plan: Plan) -> Stage:
             stopped or f"{len(lines)} done",
             f"{last} done",
             "g2rpo train",
-            "see what the message advises",
+            "follow the advice of the message",
         ),
         _ratio_check(plan, preflight),
         *(_spread_check(plan, name, preflight) for name in settings.rewards),
@@ -435,7 +435,7 @@ def _spread_check(plan: Plan, reward: str, preflight: Mapping[str, Any]) -> Chec
     if spread is not None and flat is not None:
         measured = f"standard deviation within a group {spread:.3g}; {flat:.0%} of the groups without any"
     expected = f"above 0, and at most {limit:.0%} of the groups without any"
-    remedy = "without spread there is no gradient: use prompts of other difficulty, or a larger eta"
+    remedy = "without spread there is no gradient: use prompts of another difficulty, or a larger eta"
     return check(f"spread of {reward}", holds, measured, expected, "pre-flight, docs/method.md", remedy)
 
 

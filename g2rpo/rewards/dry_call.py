@@ -144,9 +144,9 @@ def dry_call(
     problem = f"reward {reward.name!r}{location_of(error)} raised {reason}"
     if raises:
         raise ValueError(
-            f"{problem}, in a dry call on two blank images of {size[1]} x {size[0]} pixels, and also "
-            f"on {members} of noise: no image would get a score. Correct it; where one image has no score, "
-            "return NaN"
+            f"{problem}, in a dry call on two blank images of {size[1]} x {size[0]} pixels, and also on "
+            f"{members} of noise: no image would get a score. Correct the reward; for a single image without "
+            "a score, return NaN"
         ) from error
     return problem
 

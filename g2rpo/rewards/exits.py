@@ -165,8 +165,8 @@ def _message(reward: str, phase: str, error: BaseException, exit_error: BaseExce
     parsers = [root for module, _, _ in frames if (root := module.partition(".")[0]) in PARSERS]
     if parsers:
         advice = (
-            f"it parses the command line ({parsers[0]}), which holds g2rpo's arguments: parse it only under "
-            'if __name__ == "__main__", and take options from reward_options'
+            f"it parses the command line ({parsers[0]}), which contains the arguments of g2rpo: "
+            'parse it only under if __name__ == "__main__", and take options from reward_options'
         )
     else:
         advice = "it must not end the program: raise an exception, or return NaN for images without a score"

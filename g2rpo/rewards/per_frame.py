@@ -109,7 +109,7 @@ class PerFrame:
             chosen = self.frames
         missing = [frame for frame in chosen if not -num_frames <= frame < num_frames]
         if missing or not chosen or (isinstance(self.frames, int) and len(chosen) < self.frames):
-            raise ValueError(f"frames={self.frames!r} are requested of videos with {num_frames} frames")
+            raise ValueError(f"frames={self.frames!r} are requested, but the videos have {num_frames} frames")
         return chosen[:1] if self.reduce == "first" else chosen
 
     @property

@@ -65,7 +65,7 @@ def weight_file(path: Path, names: Sequence[str]) -> Path:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise ValueError(f"{path} holds no weights; looked for {', '.join(names)}")
+    raise ValueError(f"{path} contains no weights; looked for {', '.join(names)}")
 
 
 def read_state(file: Path) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def read_torch(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     """
     if file.suffix not in TORCH_FILES:
         raise ValueError(
-            f"{file} is no weight file; give one that ends in .safetensors, {', '.join(TORCH_FILES)}"
+            f"{file} is not a weight file; give one that ends in .safetensors, {', '.join(TORCH_FILES)}"
         )
     with file.open("rb") as stream:
         start = stream.read(12)

@@ -100,8 +100,8 @@ def load_rewards(
         if not allow_groupwise and is_groupwise(target):
             raise ValueError(
                 f"reward {name!r} is groupwise: it compares the images of one group of a run's rollout, and "
-                "here each image is scored by itself. Use it in `rewards` of `g2rpo train`; to score images, "
-                "name a pointwise reward"
+                "here each image is scored by itself. Use it in `rewards` of `g2rpo train`; to score "
+                "images, choose a pointwise reward"
             )
     rewards: dict[str, CheckedReward] = {}
     with phase("loading rewards", len(names), "rewards") as loading:
@@ -136,7 +136,7 @@ def reward_spec(name: str) -> RewardSpec | None:
     """Returns the spec of a reward; None for a custom reward that has none.
 
     Raises:
-        ValueError: as `reward_target`, or the attribute `spec` of a custom reward is no RewardSpec.
+        ValueError: as `reward_target`, or the attribute `spec` of a custom reward is not a RewardSpec.
     """
     if name in REWARDS:
         return _registered_spec(name)
@@ -170,7 +170,7 @@ def reward_facts(name: str) -> RewardFacts:
     """Looks a reward up for commands that also work where a custom reward cannot be imported.
 
     Raises:
-        ValueError: an unknown name, a custom `spec` that is no RewardSpec, or code that ends the program
+        ValueError: an unknown name, a custom `spec` that is not a RewardSpec, or code that ends the program
             (RewardExited).
     """
     try:
@@ -204,7 +204,7 @@ def _known() -> str:
 
 def _registered_spec(name: str) -> RewardSpec:
     spec = _attribute(REWARDS[name], name)
-    assert isinstance(spec, RewardSpec), f"{REWARDS[name]} is no RewardSpec"
+    assert isinstance(spec, RewardSpec), f"{REWARDS[name]} is not a RewardSpec"
     return spec
 
 
@@ -256,8 +256,8 @@ def _check_media(name: str, reward: Any, media: Media) -> None:
     except ValueError as error:
         raise ValueError(f"reward {name!r}: {error}") from error
     if scored != media:
-        advice = FOR_VIDEOS if media == "video" else "name a reward for images"
-        raise ValueError(f"reward {name!r} scores {scored}s, and here are {media}s; {advice}")
+        advice = FOR_VIDEOS if media == "video" else "choose a reward for images"
+        raise ValueError(f"reward {name!r} scores {scored}s, but would get {media}s; {advice}")
 
 
 def check_reward_options(name: str, options: Options) -> None:

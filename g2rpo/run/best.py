@@ -42,7 +42,9 @@ def _record(file: Path) -> dict[str, Any] | None:
     try:
         return read_record(file) if file.is_file() else {}
     except DamagedFile as error:
-        warn_once(f"{error}; its mean is taken from metrics.jsonl, as one of the same prompts and seeds")
+        warn_once(
+            f"{error}; its mean is taken from metrics.jsonl, assuming that it is of the same prompts and seeds"
+        )
         return None
 
 
@@ -127,7 +129,9 @@ def best_checkpoint(out: str | Path) -> Path:
     name, _ = read_best(out)
     path = Path(out) / "checkpoints" / name
     if problem := f"{name}: {damage(path)}" if name and damage(path) else "" if name else "it names none":
-        raise ValueError(f"{pointer} opens no checkpoint: {problem}. Use {out} for the newest one")
+        raise ValueError(
+            f"{pointer} does not lead to a checkpoint: {problem}. Use {out} for the newest checkpoint"
+        )
     return path
 
 

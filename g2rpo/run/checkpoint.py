@@ -345,9 +345,9 @@ def _check_space(folder: Path, bytes_here: int) -> None:
     needed, free = sum(part[0] for part in parts), min(part[1] for part in parts)
     if free < needed + (spare := headroom(needed)):
         raise DiskFull(
-            f"a checkpoint needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; "
-            f"free some space, at least {(needed + spare - free) / 1e9:.2f} GB; nothing was written, the "
-            "last checkpoint is intact, and the same command goes on from it"
+            f"a checkpoint needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; free some "
+            f"space, at least {(needed + spare - free) / 1e9:.2f} GB; nothing was written, the last "
+            "checkpoint is intact, and the same command continues from it"
         )
 
 

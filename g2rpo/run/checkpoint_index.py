@@ -137,7 +137,7 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
         raise
     if reader.unverified:
         warn_once(
-            f"{path} was written by an earlier version, without checksums: of its files only the sizes were "
+            f"{path} was written by an earlier version, without checksums: only the sizes of its files were "
             "checked"
         )
 
@@ -177,7 +177,7 @@ def check_tensors(path: Path) -> None:
             if (written := getattr(chunk, "crc32", None)) not in (None, found):
                 raise DamagedFile(
                     f"{path} is damaged: {chunk.relative_path} has the checksum {found} at byte "
-                    f"{chunk.offset}, and {written} was stored when it was written"
+                    f"{chunk.offset}, but {written} was stored when it was written"
                 )
             checking.add(chunk.length / 1e9)
 

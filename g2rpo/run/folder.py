@@ -164,7 +164,7 @@ def index_problem(path: Path) -> str:
     try:
         stored = read_state(path).get(FILES, {}).get(CHECKSUMS, {}).get(INDEX)
         if stored is not None and (found := crc32((path / INDEX).read_bytes())) != stored:
-            return f"{path / INDEX} is damaged: its checksum is {found}, and {stored} was stored"
+            return f"{path / INDEX} is damaged: its checksum is {found}, but {stored} was stored"
     except DamagedFile as error:
         return str(error)
     except OSError as error:
@@ -210,7 +210,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
         stored = str(files[CHECKSUMS].get(file.name))
         found = crc32(text.replace(_OWN.format(stored), _OWN.format(_ZEROS)).encode("utf-8"))
         if found != stored:
-            raise DamagedFile(f"{file} is damaged: its checksum is {found}, and {stored} was stored")
+            raise DamagedFile(f"{file} is damaged: its checksum is {found}, but {stored} was stored")
     return state
 
 

@@ -61,8 +61,8 @@ class _Lock:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise ValueError(
-                f"cannot open the lock file {self.file}: {error.strerror}; make it readable and "
-                "writable for you, remove what has its name, or give another out=FOLDER"
+                f"cannot open the lock file {self.file}: {error.strerror}; allow yourself to read and write "
+                "it, remove anything else of that name, or give another out=FOLDER"
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,10 +229,10 @@ def _in_use(file: Path) -> str:
     if here and not _is_alive(holder["pid"]):
         return (
             f"{file.parent} is locked by {_by(holder)} (lock {file}). That process has ended, so the lock is "
-            "stale, or a process that it started still runs: stop that one, or remove the lock (that file "
-            f"alone), {again}"
+            "stale, or a process that it started still runs: stop that one, or remove the lock (only that "
+            f"file), {again}"
         )
-    stale = "" if here else "If that process no longer runs, the lock is stale: remove it (that file alone). "
+    stale = "" if here else "If that process no longer runs, the lock is stale: remove it (only that file). "
     return (
         f"another run is using {file.parent}: wait for it, stop it, {again}. {stale}It is {_by(holder)} "
         f"(lock {file})"

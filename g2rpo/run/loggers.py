@@ -144,7 +144,7 @@ class Loggers:
             reason = " ".join(str(error).split())[:300]
             message = masked(
                 f"the logger {name} failed {when} ({type(error).__name__}{': ' if reason else ''}{reason}); "
-                "it is left out from here on, and the run goes on. The next start of the run tries it again"
+                "the run continues without it. The next start of the run tries it again"
             )
             LOG.debug("%s", message, exc_info=True)
             self._say(f"warning: {message}")

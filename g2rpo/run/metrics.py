@@ -138,8 +138,8 @@ def _read_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{path}, line {number}: not a line of metrics: {text[:80]!r}; remove the line, or put the "
-                "file back from a copy"
+                f"{path}, line {number}: not a line of metrics: {text[:80]!r}; remove the line, or restore "
+                "the file from a copy"
             ) from error
         lines.append((line, text + b"\n"))
     return lines

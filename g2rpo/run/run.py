@@ -36,19 +36,21 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     begun = (out / "config.toml").is_file()
     if begun and not (out / "config.toml").read_bytes().strip():
         raise ValueError(
-            f"{out / 'config.toml'} is damaged: it is empty, and g2rpo writes all settings into it. Put it "
-            "back from a copy, or write into it the settings with which the run began"
+            f"{out / 'config.toml'} is damaged: it is empty, but must contain all settings. Restore it from "
+            "a copy, or write the settings with which the run began into it"
         )
     checkpoint = latest_checkpoint(out)
     check_metrics(out, checkpoint)
     if settings.resume == "never" and (begun or checkpoint is not None):
-        raise ValueError(f"{out} contains a run and resume='never'; give another out=FOLDER")
+        raise ValueError(f"{out} contains a run, but resume='never'; give another out=FOLDER")
     if settings.resume == "latest" and checkpoint is None:
         raise ValueError(f"resume='latest', but {out} contains no checkpoint; omit resume to start a new run")
     if begun or checkpoint is not None:
         check_same_run(read_settings(out), settings)
     if checkpoint is not None and (done := read_state(checkpoint)["iteration"]) > settings.iterations:
-        raise ValueError(f"iterations={settings.iterations}, but {out} has done {done}; give at least {done}")
+        raise ValueError(
+            f"iterations={settings.iterations}, but the run in {out} has done {done}; give at least {done}"
+        )
     return checkpoint
 
 
@@ -69,16 +71,17 @@ def check_metrics(out: Path, checkpoint: Path | None) -> None:
             first = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else f"{missing[0]}"
             warn_once(
                 f"{file} is shorter than the checkpoint after iteration {done}: it lacks {len(missing)} of "
-                f"its lines (iterations {first}). The run goes on from the checkpoint with the same numbers; "
-                "those lines will be missing in plots and reports, unless you put them back from a copy"
+                f"its lines (iterations {first}). The run continues from the checkpoint with the same "
+                "numbers; those lines will be missing in plots and reports, unless you restore them from a "
+                "copy"
             )
         return
     evidence = next((f"line {n}" for n, line in enumerate(lines, 1) if "seconds_checkpoint" in line), None)
     if evidence is not None or (out / FINISHED).is_file():
         raise ValueError(
-            f"{out} had checkpoints ({file if evidence else out / FINISHED} says so"
-            f"{f', {evidence}' if evidence else ''}), and there is none in {out / 'checkpoints'}: the run "
-            "would start again at iteration 0. Put the folder checkpoints and the file latest back from a "
+            f"{out} had checkpoints ({file if evidence else out / FINISHED} says "
+            f"so{f', {evidence}' if evidence else ''}), but there is none in {out / 'checkpoints'}: the run "
+            "would start again at iteration 0. Restore the folder checkpoints and the file latest from a "
             "copy, or start a new run in another out=FOLDER. Nothing was changed"
         )
 
@@ -91,7 +94,7 @@ def restart_note(out: Path) -> str:
         return ""
     return (
         f"{out} has metrics of {done} iterations but no checkpoint: the run starts again at iteration 0, and "
-        "its metrics replace those"
+        "its new metrics replace the old ones"
     )
 
 

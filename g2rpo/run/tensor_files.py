@@ -219,7 +219,7 @@ class ChecksummedReader(dcp.FileSystemReader):
             chunk = self.storage_data[index]
             raise DamagedFile(
                 f"{self.path} is damaged: in {chunk.relative_path}, {index.fqn} (bytes {chunk.offset} to "
-                f"{chunk.offset + chunk.length}) has the checksum {found}, and {self._stored(index)} was "
+                f"{chunk.offset + chunk.length}) has the checksum {found}, but {self._stored(index)} was "
                 "stored when it was written"
             )
 
@@ -284,7 +284,7 @@ def _fill(content: memoryview, items: Sequence[ReadItem], planner: LoadPlanner) 
         target = planner.resolve_tensor(item).detach()
         if target.size() != part.size():
             raise DamagedFile(
-                f"{item.storage_index.fqn}: the checkpoint holds a part of shape {list(part.size())}, and "
+                f"{item.storage_index.fqn}: the checkpoint contains a part of shape {list(part.size())}, but "
                 f"its index says {list(target.size())}"
             )
         target.copy_(part)

@@ -52,7 +52,7 @@ def disk_full(path: Path | None, error: BaseException) -> DiskFull | None:
             return DiskFull(
                 f"{named or 'standard output (a file)'} could not be written: {_REASONS[number]}; "
                 f"{free_bytes(named or Path()):,} bytes are free on that disk. All files that were complete "
-                "before are kept: free some space, and the same command goes on"
+                "before are kept: free some space, and run the same command to continue"
             )
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
@@ -94,10 +94,10 @@ _PATH_ERRORS = {
     errno.EACCES: "give this user the permission, or give another path",
     errno.EPERM: "give this user the permission, or give another path",
     errno.EROFS: "give a path on a file system that can be written",
-    errno.ENOENT: "check the path, and whether something removed it meanwhile",
+    errno.ENOENT: "check the path; another program may have removed it",
     errno.ENOTDIR: "a part of this path is a file; give another path",
     errno.EISDIR: "this is a folder; give a file",
-    errno.EEXIST: "it is a file, or a link that leads nowhere; remove it, or give another path",
+    errno.EEXIST: "it is a file, or a link to a path that does not exist; remove it, or give another path",
     errno.ELOOP: "its links lead back to themselves; give another path",
     errno.ENAMETOOLONG: "give a shorter path",
     errno.EIO: "the disk or the network behind it failed; try again, or copy the file elsewhere",

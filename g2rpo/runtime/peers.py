@@ -25,7 +25,7 @@ def lost_peer(error: RuntimeError) -> str:
         return ""
     line = text.strip().splitlines()[0]
     return (
-        f"another process of this run has ended, so this one (rank {os.environ.get('RANK', '?')}) ends too; "
-        "the reason is in that one's output. The newest checkpoint is kept, and the same command goes on "
-        f"from it ({line})"
+        f"another process of this run has ended, so this process (rank {os.environ.get('RANK', '?')}) ends "
+        "too; the output of the other process states the reason. The newest checkpoint is kept, and the "
+        f"same command continues from it ({line})"
     )

@@ -39,8 +39,8 @@ def environment_number(name: str, default: int) -> int:
         return default
     if not text.isdecimal():
         raise ValueError(
-            f"the environment variable {name}={text!r} is not a whole number from 0; torchrun sets it for "
-            f"several processes, so unset it for a run of one (unset {name})"
+            f"the environment variable {name}={text!r} is not a whole number >= 0; torchrun sets it for "
+            f"several processes, so unset it for a run of one process (unset {name})"
         )
     return int(text)
 
@@ -84,14 +84,14 @@ def check_environment(*, communicates: bool = True) -> None:
         raise ValueError(f"{given}: LOCAL_RANK, counted on this host, cannot be above RANK; {_START}")
     if local_size and not numbers["LOCAL_RANK"] < local_size <= size:
         raise ValueError(
-            f"{given} LOCAL_WORLD_SIZE={local_size}: the number of processes on this host is above "
+            f"{given} LOCAL_WORLD_SIZE={local_size}: the number of processes on this host must be above "
             f"LOCAL_RANK and at most WORLD_SIZE; {_START}"
         )
     if communicates:
         _check_meeting_point()
 
 
-_START = "start them with torchrun, or unset WORLD_SIZE, RANK and LOCAL_RANK for a run of one"
+_START = "start them with torchrun, or unset WORLD_SIZE, RANK and LOCAL_RANK for a run of one process"
 
 
 def _check_meeting_point() -> None:

@@ -76,7 +76,7 @@ def read_record(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise DamagedFile(f"{path} is damaged: {error}") from error
     if not isinstance(record, dict):
-        raise DamagedFile(f"{path} is damaged: it is no JSON object")
+        raise DamagedFile(f"{path} is damaged: it is not a JSON object")
     if CHECKSUM in record and not _SEAL.search(content, max(0, len(content) - 100)):
         raise DamagedFile(f"{path} is damaged: its checksum is not the last entry")
     record.pop(CHECKSUM, None)

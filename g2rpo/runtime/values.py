@@ -63,7 +63,7 @@ def check_texts(annotation: Any, value: Any) -> None:
             check_texts(_entry_type(annotation), entry)
     elif isinstance(value, bool | float) and is_text(annotation):
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        raise ValueError(f"{shown} is not text; write it in quotes, as it is meant")
+        raise ValueError(f"{shown} is not text; write it in quotes")
 
 
 def _entry_type(annotation: Any) -> Any:

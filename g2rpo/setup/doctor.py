@@ -72,7 +72,7 @@ def _prompt_files() -> list[Row]:
     return [
         Row(name, "ok", published.content)
         if Path(name).is_file()
-        else Row(name, "optional", f"absent here ({published.content})", published.command)
+        else Row(name, "optional", f"not in this folder ({published.content})", published.command)
         for name, published in PUBLISHED.items()
     ]
 
@@ -94,7 +94,7 @@ def _package(name: str, feature: str = "", install: str = "pip install . (in g2r
     return Row(
         name,
         "optional" if feature else "missing",
-        f"absent (for {feature})" if feature else "absent",
+        f"not installed (needed for {feature})" if feature else "not installed",
         install,
     )
 
@@ -105,11 +105,11 @@ def _devices() -> list[Row]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         reason = (
-            f"torch is built for {built}, but sees no device"
-            if built
-            else "this torch is built for CPUs only"
+            f"torch is built for {built}, but finds no GPU" if built else "this torch is built for CPUs only"
         )
-        return [Row("gpu", "optional", "none", f"{reason}; the embedded model needs none, larger ones do")]
+        return [
+            Row("gpu", "optional", "none", f"{reason}; the embedded model needs no GPU, larger models do")
+        ]
     rows = []
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)

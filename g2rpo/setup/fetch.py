@@ -84,8 +84,8 @@ def needs(
     """
     if family is not None and code is not None and family not in code:
         raise ValueError(
-            f"the settings name the custom family {family}, whose code is imported only if you name it: give "
-            f"family={family} after the file"
+            f"the settings name the custom family {family}, whose code is imported only if the command names "
+            f"it: give family={family} after the file"
         )
     listed = [_model_need(model, family)]
     for name in dict.fromkeys(rewards):
@@ -244,7 +244,7 @@ def _model_need(model: str, custom: str | None) -> Need:
     if missing := missing_files(files.folder, family):
         raise ValueError(
             f"{files.folder} is incomplete; it lacks {', '.join(missing)}. Copy them from the source of the "
-            "model, or name its hub repository instead"
+            "model, or give its hub repository instead"
         )
     return Need("model", f"{files.folder}: complete")
 
@@ -252,7 +252,7 @@ def _model_need(model: str, custom: str | None) -> Need:
 def _hub_model(repo: str, custom: str | None) -> Need:
     """A model on the hub, whose model_index.json says of which family it is, unless the name is known."""
     info = _hub_info(repo)
-    _check_files(Source(repo, ("model_index.json",)), info, "; it is no pipeline in diffusers layout")
+    _check_files(Source(repo, ("model_index.json",)), info, "; it is not a pipeline in diffusers layout")
     family = known_models(custom).get(repo) or find_model(repo, custom)[0]
     source = Source(repo, ("model_index.json", *(f"{part}/*" for part in family.parts)))
     return replace(_hub_need("model", source, info), family=family)
@@ -270,7 +270,9 @@ def _check_files(source: Source, info: Any, remark: str = "") -> None:
     """Raises ValueError if the repository has no file for one of the names or patterns."""
     names = [file.rfilename for file in info.siblings or ()]
     if absent := [pattern for pattern in source.files if not any(fnmatch(name, pattern) for name in names)]:
-        raise ValueError(f"{source.repo} on the hub holds no {', '.join(absent)}, which g2rpo needs{remark}")
+        raise ValueError(
+            f"{source.repo} on the hub contains no {', '.join(absent)}, which g2rpo needs{remark}"
+        )
 
 
 def _hub_need(what: str, source: Source, info: Any) -> Need:

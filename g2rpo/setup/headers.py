@@ -41,7 +41,10 @@ def compared(name: str, header: Header, shapes: Shapes, advice: str) -> list[Row
             ),
             "unknown keys": (header.keys() - shapes.keys(), advice),
             "shapes that do not fit": (mismatches, advice),
-            "tensors that are not floating-point": (not_floats(header), "g2rpo reads no quantised weights"),
+            "tensors that are not floating-point": (
+                not_floats(header),
+                "g2rpo does not read quantised weights",
+            ),
         },
     ) or [Row(name, "ok", f"{len(header)} tensors, {count:,} numbers, {dtypes(header)}")]
 

@@ -37,7 +37,7 @@ from g2rpo.setup.doctor import Row
 from g2rpo.setup.headers import AGAIN, Shapes, compared, dtypes, not_finite_rows, problems
 from g2rpo.setup.verify_rewards import REWARD_KINDS
 
-OTHER = "another architecture or layout; name the model that it belongs to with --base"
+OTHER = "another architecture or layout; give the model that it belongs to with --base"
 NETWORK_STEM = "diffusion_pytorch_model.safetensors"
 WRAPPERS = ("model", "text_model", "language_model")
 """Parts of the keys of text encoders that differ between the files of versions of transformers."""
@@ -284,14 +284,19 @@ def _network(
     if damaged:
         return problems(folder.name, {"damaged files": (damaged, AGAIN)})
     if absent:
-        return problems(folder.name, {f"keys not in the files that {index.name} says": (absent, AGAIN)})
+        return problems(
+            folder.name, {f"keys that are not in the files where {index.name} lists them": (absent, AGAIN)}
+        )
     # Old files of text encoders store the numbers from 0 too.
     merged = {name_of(key): value for key, value in merged.items() if not key.endswith(".position_ids")}
     for alias, key in (ties or {}).items():
         if alias in merged:
             merged.setdefault(key, merged.pop(alias))
     return compared(
-        folder.name, merged, shapes, "config.json and weights are of two models: fetch both again"
+        folder.name,
+        merged,
+        shapes,
+        "config.json and the weights belong to different models: fetch both again",
     )
 
 

@@ -63,8 +63,8 @@ class Components:
             settings = settings.model_copy(update={"rewards": weights, "reward_options": kept})
         if settings.rollout_batch == "auto" and (self.policy is not None or self.algorithm is not None):
             raise ValueError(
-                "rollout_batch='auto' follows from a named model and algorithm; with an object in place of "
-                "one of them give a number"
+                "rollout_batch='auto' needs a model and an algorithm that are given by name; if one of them "
+                "is an object, give a number"
             )
         if self.policy is not None:
             name = f"{INJECTED}{type(self.policy).__name__}"

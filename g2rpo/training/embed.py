@@ -33,7 +33,7 @@ from g2rpo.runtime.processes import (
 from g2rpo.runtime.progress import note
 from g2rpo.training.run_prompts import RunPrompts
 
-INTERRUPTED = "interrupted; {} embeddings are kept, the same command goes on"
+INTERRUPTED = "interrupted; {} embeddings are kept; run the same command to continue"
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,14 @@ class Guard:
         """One line about what is compared, for the start of a run."""
         if not self.evaluates:
             return (
-                "guard: without evaluations (eval_every=0) it sees the rollouts only, and cannot notice that "
-                "a reward is exploited"
+                "guard: without evaluations (eval_every=0) it checks only the rollouts, and cannot notice "
+                "that a reward is exploited"
             )
-        action = {"warn": "", "stop": "; a warning stops the run", "rollback": "; a warning rolls back"}
+        action = {
+            "warn": "",
+            "stop": "; a warning stops the run",
+            "rollback": "; a warning returns to the best checkpoint",
+        }
         trained = " + ".join(self.trained) or "no pointwise reward"
         if self.untrained:
             against = f"held-out {', '.join(self.untrained)}"
@@ -115,8 +119,8 @@ class Guard:
             )
         else:
             against = (
-                "image statistics alone (grid, blur, saturation), because no eval_rewards are held out; name "
-                "a reward there that is not trained, to notice that a reward is exploited"
+                "image statistics alone (grid, blur, saturation), because no eval_rewards are held out; to "
+                "notice that a reward is exploited, add a reward that is not trained to eval_rewards"
             )
         return f"guard: compares {trained} with {against}{action[self.on_warning]}"
 
@@ -187,13 +191,13 @@ class Guard:
         if self.on_warning == "rollback" and name:
             if rank() == 0:
                 write_pointer(out / LATEST, name)
-            did = f"rolled back: {out} opens {name}, the best by {reward}"
+            did = f"rolled back: {out} now opens {name}, the best by {reward}"
         else:
             did = f"stopped, with a checkpoint of iteration {step}; {best}"
         return RunStopped(
             f"iteration {step}: {reasons}. on_warning={self.on_warning!r}: {did}. The same command would end "
-            "here again: start another out=FOLDER with a lower lr, a KL term (kl_beta) or another reward, or "
-            "go on with on_warning=warn (docs/guard.md)"
+            "here again: start a new run (out=FOLDER) with a lower lr, a KL term (kl_beta) or another "
+            "reward, or continue with on_warning=warn (docs/guard.md)"
         )
 
     def _read(self, out: Path, step: int) -> None:
@@ -207,7 +211,7 @@ class Guard:
             try:
                 self._records[int(match[1])] = read_record(path)
             except DamagedFile as error:
-                LOG.warning("the guard leaves out an evaluation: %s", error)
+                LOG.warning("the guard skips an evaluation: %s", error)
         if self._lines is None:
             file = out / "metrics.jsonl"
             lines = read_metrics(file) if file.is_file() else []

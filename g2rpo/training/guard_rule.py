@@ -144,10 +144,12 @@ def reward_findings(
         if name == TRAINED:
             found.append(_finding(COLLAPSE, " + ".join(trained), own, "the trained reward is falling", ""))
         elif risen := _risen(evaluations, trained, own.best_step):
-            text = ", while what is trained did not fall: " + "; ".join(f"{n} {d}" for n, d in risen.items())
+            text = ", while these trained rewards did not fall: " + "; ".join(
+                f"{n} {d}" for n, d in risen.items()
+            )
             found.append(_finding(HACKING, name, own, "the run may exploit its reward", text))
         else:
-            text = ", and so did all that is trained" if trained else ""
+            text = ", and so did all trained rewards" if trained else ""
             found.append(_finding(COLLAPSE, name, own, "the policy is getting worse", text))
     return found
 

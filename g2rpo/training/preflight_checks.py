@@ -182,15 +182,15 @@ def reward_warnings(
     if flat_share > limits.flat_group_share:
         warnings.append(
             f"{flat_share:.0%} of the groups have no reward spread and give no gradient (limit "
-            f"{limits.flat_group_share:.0%}); use prompts of other difficulty, a larger group_size or eta, "
+            f"{limits.flat_group_share:.0%}); use prompts of another difficulty, a larger group_size or eta, "
             "or a reward with finer scores"
         )
     for name, check in rewards.items():
         if check.flat_group_share > limits.flat_group_share >= flat_share:
             warnings.append(
                 f"reward {name} is equal for all images of {check.flat_group_share:.0%} of the groups (limit "
-                f"{limits.flat_group_share:.0%}), which then train the other rewards only; use a reward with "
-                "finer scores, or drop it"
+                f"{limits.flat_group_share:.0%}), which then train only the other rewards; use a reward with "
+                "finer scores, or remove this one"
             )
         if 0 < check.spread < limits.spread_over_score * check.largest:
             warnings.append(
@@ -242,6 +242,6 @@ def summary(
         )
     peak = f"peak {memory.peak:.1f} GB, " if memory.peak else ""
     yield (
-        f"{memory.device} memory: {peak}{memory.moments:.1f} GB of moments still to come, then "
-        f"{memory.headroom:.1f} of {memory.total:.1f} GB left"
+        f"{memory.device} memory: {peak}{memory.moments:.1f} GB of AdamW moments are not allocated yet; "
+        f"after that {memory.headroom:.1f} of {memory.total:.1f} GB are left"
     )

@@ -119,8 +119,8 @@ CHANGE_RESULTS = (
 def finished_text(run: Run) -> str:
     """What a user learns who starts a finished run again."""
     return (
-        f"{run.out} is finished: all {run.step} iterations are done, and nothing was changed. To train on, "
-        f"give more iterations, such as iterations={2 * run.step}; for its page, "
+        f"{run.out} is finished: all {run.step} iterations are done, and nothing was changed. To continue "
+        f"training, give more iterations, such as iterations={2 * run.step}; for a report of the run, use "
         f"g2rpo report {shlex.quote(str(run.out))}"
     )
 

@@ -56,8 +56,8 @@ class RunPrompts:
             notes += [f"evaluation: {evaluation_report}"] if evaluation_report.has_remarks else []
             if settings.eval_every and len(evaluated) < settings.num_eval_prompts:
                 notes.append(
-                    f"{settings.eval_prompts} has {len(evaluated)} prompts for num_eval_prompts="
-                    f"{settings.num_eval_prompts}; {len(evaluated)} are evaluated"
+                    f"num_eval_prompts={settings.num_eval_prompts}, but {settings.eval_prompts} has only "
+                    f"{len(evaluated)} prompts; all of them are evaluated"
                 )
         evaluated = evaluated[: settings.num_eval_prompts]
         stream = PromptStream(source, settings.seed)
@@ -108,4 +108,4 @@ def planned_texts(settings: Settings) -> tuple[int | None, list[str]]:
         return len(prompts.texts), list(prompts.notes)
     named = " and ".join(f"{key}={source}" for key, source in absent.items())
     used = settings.iterations * settings.prompts_per_iteration
-    return None, [f"{named} is not here: assumed that all {used:,} prompts of the run differ"]
+    return None, [f"{named} does not exist: the estimate assumes that all {used:,} prompts of the run differ"]

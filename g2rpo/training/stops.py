@@ -17,9 +17,9 @@ def not_finite(out: Path, iteration: int, error: Exception) -> RunStopped:
     checkpoint = latest_checkpoint(out)
     return RunStopped(
         f"iteration {iteration}: {error}. "
-        f"{f'The newest checkpoint is {checkpoint}' if checkpoint else 'There is no checkpoint yet'}; "
-        "the same command would end here again: start another out=FOLDER with a lower lr, examine the "
-        "rewards of that iteration, or leave such steps out with on_nonfinite=skip and enough max_skips"
+        f"{f'The newest checkpoint is {checkpoint}' if checkpoint else 'There is no checkpoint yet'}; the "
+        "same command would end here again: start a new run (out=FOLDER) with a lower lr, examine the "
+        "rewards of that iteration, or skip such steps with on_nonfinite=skip and a large enough max_skips"
     )
 
 

@@ -163,7 +163,7 @@ class Trainer:
         if settings.prompts_per_iteration % processes:
             raise ValueError(
                 f"prompts_per_iteration={settings.prompts_per_iteration} groups cannot be divided evenly "
-                f"among {processes} processes; make it a multiple, or start fewer"
+                f"among {processes} processes; use a multiple of {processes}, or start fewer processes"
             )
         device = resolve_device(settings.device)
         start_processes(device)
@@ -243,8 +243,9 @@ class Trainer:
         self.initial = fingerprint(self.parameters) if given_policy else ""
         if given_policy and stored is not None and stored != self.initial:
             raise ValueError(
-                f"{self.out} began with other weights than those of the given policy; give a policy with the "
-                "weights from before the training: the checkpoint brings the trained ones"
+                f"the run in {self.out} began with other weights than those of the given policy; give a "
+                "policy with the weights from before the training: the trained weights are loaded from the "
+                "checkpoint"
             )
 
     def _copy_initial_weights(self) -> None:
@@ -369,7 +370,7 @@ class Trainer:
         for line in filter(None, (*notes, *descriptions)):
             progress.note(line)
         if self.step == 0 and self.comparison.sets:
-            progress.note("drawing with the untrained model")
+            progress.note("drawing the images before training")
             with phase("images before training"):
                 self.comparison.draw_before(self.evaluator, self.out)
         if self._evaluate(writer, progress, missing=self.step > 0):  # an interrupt may have cut it off
@@ -411,8 +412,10 @@ class Trainer:
         except KeyboardInterrupt:
             pass
         stopped = interrupted_run(self.out)
-        lost = f" (of {self.step}: not all could be)" if stopped.step < self.step else ""
-        progress.note(f"interrupted; {stopped.step} iterations are saved{lost}, the same command goes on")
+        lost = f" (of {self.step}: the last ones could not be saved)" if stopped.step < self.step else ""
+        progress.note(
+            f"interrupted; {stopped.step} iterations are saved{lost}; run the same command to continue"
+        )
         return stopped
 
     def _iterate(self, writer: MetricsWriter, progress: RunProgress) -> None:
@@ -594,7 +597,7 @@ class Trainer:
         """Samples and scores the images of `draw_before` again, and writes the table and the pairs."""
         if not self.comparison.sets:
             return []
-        progress.note("drawing the same with the trained model")
+        progress.note("drawing the same prompts and seeds after training")
         with (
             self.interrupt.around(swapped_weights(self.parameters, self.ema)),
             phase("images after training"),

@@ -109,7 +109,7 @@ class WebContext:
         if size is not None and max(size) > self.limits.side_px:
             raise ValueError(
                 f"resolution={size_text(size)}: the page samples images of at most {self.limits.side_px} "
-                "pixels a side; give a smaller one"
+                "pixels per side; give a smaller one"
             )
         self.models: dict[str, ShownModel] = {}
         self.runs: dict[str, Path] = {}
@@ -237,7 +237,7 @@ class WebContext:
     def _of_run(self, run: Path) -> list[str]:
         """Names of the models of a run: the newest checkpoint and the best one."""
         if latest_checkpoint(run) is None:
-            self.notes.append(f"{run} holds no checkpoint yet; its base model is shown.")
+            self.notes.append(f"{run} contains no checkpoint yet; its base model is shown.")
             return []
         names = [str(run)]
         if (run / BEST).is_file():

@@ -590,4 +590,4 @@ def _check_list(name: str, values: Sequence[int], low: int, high: int, count: in
         raise ValueError(f"{name} {', '.join(map(str, values))}: give each value once")
     for value in values:
         if not low <= value <= high:
-            raise ValueError(f"{name} is {value}; with these denoising steps it lies in {low} to {high}")
+            raise ValueError(f"{name} is {value}; with these denoising steps it must be from {low} to {high}")

@@ -39,7 +39,7 @@ def runs_tab(context: WebContext) -> None:
     follow = gr.Checkbox(True, label=f"Refresh every {REFRESH_SECONDS} s", elem_id="runs-follow")
     table = gr.HTML(elem_id="runs-table")
     with gr.Row(visible=False, elem_id="runs-stop-row") as stop_row:
-        to_stop = gr.Dropdown([], label="A run at work", elem_id="runs-stop-choice", scale=3)
+        to_stop = gr.Dropdown([], label="A run in progress", elem_id="runs-stop-choice", scale=3)
         ask = gr.Button("Stop this run …", elem_id="runs-stop", scale=1)
     with gr.Group(visible=False, elem_id="runs-confirm") as confirm:
         question = gr.HTML(elem_id="runs-question")
@@ -180,7 +180,7 @@ def state_of(context: WebContext, name: Any) -> RunState:
         raise ValueError(view.problem)
     state = run_state(view.record)
     if state.kind != "running":
-        raise ValueError(f"{name} is not at work on this machine: {state.text}")
+        raise ValueError(f"{name} is not running on this machine: {state.text}")
     return state
 
 

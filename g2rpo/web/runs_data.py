@@ -79,7 +79,7 @@ def read_view(name: str, folder: Path) -> RunView:
         return RunView(name, None, str(error))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         # The records have the right format and other content than g2rpo writes.
-        return RunView(name, None, f"{folder} holds records that g2rpo did not write ({error!r})")
+        return RunView(name, None, f"{folder} contains records that g2rpo did not write ({error!r})")
     return RunView(name, record)
 
 
@@ -93,7 +93,7 @@ def _check(record: RunRecord) -> None:
         for key, value in line.items():
             if value is not None and not isinstance(value, int | float):
                 file = record.folder / "metrics.jsonl"
-                raise ValueError(f"{file}: {key} of iteration {line['step']} is no number: {value!r:.80}")
+                raise ValueError(f"{file}: {key} of iteration {line['step']} is not a number: {value!r:.80}")
 
 
 def fingerprint(folders: Sequence[Path]) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ def run_state(record: RunRecord) -> RunState:
             )
     if record.finished:
         return RunState("finished", f"finished after {record.done} iterations")
-    return RunState("stopped", f"stopped after {progress}; `g2rpo train` with the same settings goes on")
+    return RunState("stopped", f"stopped after {progress}; `g2rpo train` with the same settings continues it")
 
 
 def _left(record: RunRecord) -> str:
@@ -180,7 +180,7 @@ def stop_run(folder: Path, pid: int, since: str) -> str:
     """
     holder = read_holder(folder)
     if holder is None or (holder.pid, holder.since) != (pid, since):
-        raise ValueError("this run is no longer at work in that process, so nothing was stopped")
+        raise ValueError("that process no longer runs this run, so nothing was stopped")
     try:
         process = holder.process(folder)
         if process is None:

@@ -9,13 +9,13 @@ from markupsafe import Markup, escape
 from g2rpo.web.runs_data import RunView, facts, grid_at, sections
 
 INTRODUCTION = (
-    '<div class="g2rpo-view"><p>Choose one run, or several to compare. The page follows runs that are at '
-    "work. A run that is stopped here writes a checkpoint first; nothing can be deleted.</p></div>"
+    '<div class="g2rpo-view"><p>Choose one run, or several to compare. The page follows runs that are in '
+    "progress. A run that is stopped here writes a checkpoint first; nothing can be deleted.</p></div>"
 )
 
 NO_RUNS = (
-    "There are no runs yet. <code>g2rpo train</code> makes one in <code>runs/tiny</code>; run folders can "
-    "also be named when the page is started: <code>g2rpo demo RUN …</code>"
+    "There are no runs yet. <code>g2rpo train</code> makes one in <code>runs/tiny</code>; or give run "
+    "folders when you start the page: <code>g2rpo demo RUN …</code>"
 )
 
 HEADS = (

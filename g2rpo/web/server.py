@@ -56,7 +56,7 @@ def check_address(host: str, port: int) -> None:
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise ValueError(f"no permission to use port {port}; give a --port of 1024 or more") from error
-        raise ValueError(f"--host {host} is no address of this machine ({error}); use {HOST}") from error
+        raise ValueError(f"--host {host} is not an address of this machine ({error}); use {HOST}") from error
 
 
 def prepare(context: WebContext) -> None:

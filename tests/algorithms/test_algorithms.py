@@ -170,5 +170,5 @@ def test_options_without_a_default_are_refused_where_they_are_declared():
 def test_nested_options_are_recorded_as_toml_has_them():
     nested = {"pairs": ((1, 2), (3,)), "table": {"a": (0.5,)}, "left_out": None}
     assert plain_options("mine:Own", nested) == {"pairs": [[1, 2], [3]], "table": {"a": [0.5]}}
-    with pytest.raises(ValueError, match="algorithm='mine:Own': option 'path' holds a PosixPath, which"):
+    with pytest.raises(ValueError, match="algorithm='mine:Own': option 'path' contains a PosixPath, which"):
         plain_options("mine:Own", {"path": Path("x")})

@@ -36,7 +36,7 @@ def test_plan_names_what_was_chosen_and_what_is_hardly_meant(in_folder):
         "empty.toml sets nothing",
         "prompts are read from 'prompt'; 'caption' is passed to the rewards",
         "read as columns",
-        "columns.json has 2 prompts for num_eval_prompts=9",
+        "num_eval_prompts=9, but columns.json has only 2 prompts",
         "clip_range=1e-12",
         "granularities: 50",
     ):
@@ -86,7 +86,7 @@ def test_a_path_that_cannot_be_is_one_message(command, path, words):
 def test_a_link_that_leads_nowhere_and_a_pipe_are_named(in_folder):
     (in_folder / "link.safetensors").symlink_to("nowhere")
     os.mkfifo(in_folder / "pipe.safetensors")
-    for name, words in (("link", "a link to nowhere, which leads nowhere"), ("pipe", "a pipe or a device")):
+    for name, words in (("link", "a link to nowhere, which does not exist"), ("pipe", "a pipe or a device")):
         output = said("sample", f"{name}.safetensors", "--base", "tiny", "--prompt", "a", code=2)
         assert f"{name}.safetensors" in output and words in output, output
 

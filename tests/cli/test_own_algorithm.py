@@ -55,7 +55,7 @@ def test_an_own_algorithm_through_the_commands(folder):
     options = read_settings(folder / "run").algorithm_options
     assert (options["step"], options["eta"], options["num_steps"]) == (2, 0.5, 4)  # defaults are written out
     other = command("train", "tiny", *SETTINGS, "step=1")
-    assert other.returncode == 2 and "step: 2 there, 1 given" in other.stderr
+    assert other.returncode == 2 and "step: 2 stored, 1 given" in other.stderr
 
     (folder / "own_algorithm.py").rename(folder / "elsewhere.py")
     for words in (("sample", "run", "--prompt", "a red circle", "--steps", "2"), ("export", "run")):

@@ -165,12 +165,12 @@ def test_given_objects_are_recorded(tmp_path):
     assert recorded.algorithm == "injected:Plain"
     assert recorded.algorithm_options == {"num_steps": 3, "shift": 3.0, "levels": 1}  # the object's own
     other = settings(tmp_path, iterations=2)
-    with pytest.raises(ValueError, match=r"levels: 1 there, 2 given"):
+    with pytest.raises(ValueError, match=r"levels: 1 stored, 2 given"):
         g2rpo.Trainer(
             other, policy=Field(), rewards={"red": Red(), "brightest": Brightest()}, algorithm=Plain(levels=2)
         )
     with pytest.raises(
-        ValueError, match=r"rewards: .*'injected:red': 1.0, .* there, .*'injected:red'.* given"
+        ValueError, match=r"rewards: .*'injected:red': 1.0, .* stored, .*'injected:red'.* given"
     ):
         g2rpo.Trainer(other, policy=Field(), rewards={"red": Red()}, algorithm=Plain())
 

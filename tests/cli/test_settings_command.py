@@ -129,7 +129,7 @@ def test_the_page_of_the_documentation():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("learning_rate", "here it is 'lr'"),  # its name in other trainers
+        ("learning_rate", "its name here is 'lr'"),  # its name in other trainers
         ("lora", "similar names are lora_rank, lora_alpha, lora_targets"),
         ("window_size", "similar names are window"),
         ("granularites", "similar names are granularities"),

@@ -19,7 +19,7 @@ def test_runs_that_were_evaluated_in_different_ways(tmp_path):
         for n in (2, 4)
     )
     not_evaluated = write_run(tmp_path / "not_evaluated", lines([1.0, 2.0]), 7, eval_every=0)
-    with pytest.raises(ValueError, match=r"may differ in the seed alone.*num_eval_prompts: 2 and 4"):
+    with pytest.raises(ValueError, match=r"may differ only in the seed.*num_eval_prompts: 2 and 4"):
         compare(tmp_path / "out", runs=[f"a={few}", f"a={many}"])
     compare(tmp_path / "out", runs=[f"a={few}", f"b={many}"])
     note = "Arms were evaluated in different ways (num_eval_prompts; see Settings that differ)"

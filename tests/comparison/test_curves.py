@@ -1,4 +1,4 @@
-"""Curves of a comparison: costs, means, bands, who reaches whose best; against numbers worked out by hand."""
+"""Curves of a comparison: costs, means, bands, costs to reach another's best; against numbers by hand."""
 
 import math
 
@@ -28,7 +28,9 @@ def test_costs_are_summed_over_iterations_and_evaluations_stand_at_theirs():
 def test_a_run_that_does_not_say_what_its_update_took_is_refused():
     given = lines([1.0, 2.0])
     del given[1]["nfe_update"]
-    with pytest.raises(ValueError, match="iteration 2 has no nfe_update: an earlier version trained it"):
+    with pytest.raises(
+        ValueError, match="iteration 2 has no nfe_update, because an earlier version of g2rpo trained"
+    ):
         curves_of(given)
 
 

@@ -52,14 +52,14 @@ def refused(folder, *arguments):
         ([HOLLOW, "prompts=long.txt"], ["long.txt, line 2", "3002 characters", "2500"]),
         ([HOLLOW, "group_size=1"], ["group_size = 1", "at least 2 images"]),
         ([HOLLOW, "granularities=[0,1]"], ["granularities = [0, 1]", "1 takes every step"]),
-        ([HOLLOW, "out=taken"], ["taken is a file; name a folder"]),
-        ([HOLLOW, "out=taken/run"], ["taken is a file; name a folder"]),
-        ([HOLLOW, "cache=taken"], ["cache='taken'", "taken is a file; name a folder"]),
+        ([HOLLOW, "out=taken"], ["taken is a file; give a folder"]),
+        ([HOLLOW, "out=taken/run"], ["taken is a file; give a folder"]),
+        ([HOLLOW, "cache=taken"], ["cache='taken'", "taken is a file; give a folder"]),
         ([HOLLOW, "rewards.verifer=none"], ["no 'verifer' to remove", "'verifier'"]),
         (["rewards.no_such:thing=1"], ["no module 'no_such'", "current folder"]),
         ([HOLLOW, "rewards.tiny_clp=1"], ["'tiny_clp'", "did you mean 'tiny_clip'"]),
         ([HOLLOW, "algorithm=g2rp"], ["'g2rp'", "did you mean 'g2rpo'"]),
-        ([HOLLOW, "window=3"], ["algorithm='g2rpo' takes no window", "granularities"]),
+        ([HOLLOW, "window=3"], ["algorithm='g2rpo' has no option window", "granularities"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -87,7 +87,7 @@ def test_every_fault_of_a_recipe_is_one_line(folder):
         (["--prompts", "empty.jsonl"], "empty.jsonl, line 2"),
         (["--prompts", "missing.txt"], "no prompt file 'missing.txt'"),
         (["--prompts", "world:dmo"], "did you mean 'demo'"),
-        (["--prompt", "a red circle", "--out", "taken"], "taken is a file; name a folder"),
+        (["--prompt", "a red circle", "--out", "taken"], "taken is a file; give a folder"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
@@ -97,7 +97,7 @@ def test_sample(folder, arguments, expected):
 
 
 def test_models_that_are_none(folder):
-    assert "hollow holds no model_index.json" in refused(
+    assert "hollow contains no model_index.json" in refused(
         folder, "sample", "hollow", "--prompt", "a red circle"
     )
     (folder / "sd3").mkdir()
@@ -108,7 +108,7 @@ def test_models_that_are_none(folder):
     ):  # without a hub request
         assert "sd3 is a StableDiffusion3Pipeline; g2rpo has families for" in refused(folder, *arguments)
     assert "hollow is neither a run folder" in refused(folder, "export", "hollow")
-    assert "taken is a file; name a folder" in refused(folder, "export", "hollow", "--out", "taken")
+    assert "taken is a file; give a folder" in refused(folder, "export", "hollow", "--out", "taken")
     message = refused(folder, "sample", "torn.safetensors", "--base", "tiny", "--prompt", "a red circle")
     assert "torn.safetensors is damaged" in message
 
@@ -117,5 +117,5 @@ def test_options_out_of_range_are_named(folder):
     assert "--steps" in refused(folder, "sample", "hollow", "--prompt", "a red circle", "--steps", "0")
     assert "group_size = 1" in refused(folder, "plan", "group_size=1")
     assert "--memory 0" in refused(folder, "plan", "--memory", "0")
-    assert "make it a multiple" in refused(folder, "plan", "prompts_per_iteration=4", "--processes", "3")
+    assert "use a multiple of 3" in refused(folder, "plan", "prompts_per_iteration=4", "--processes", "3")
     assert "give one" in refused(folder, "plan", "--measure", "--seconds-per-forward", "1")

@@ -136,7 +136,7 @@ def test_none_means_the_default():
     ("overrides", "expected"),
     [
         (["iteration=3"], "did you mean 'iterations'"),
-        (["learning_rate=1"], "here it is 'lr'"),
+        (["learning_rate=1"], "its name here is 'lr'"),
         (["algorithm=g2rp"], "did you mean 'g2rpo'"),
         (["rewards.tiny_clp=1"], "did you mean 'tiny_clip'"),
         (["eval_rewards=['verifer']"], "did you mean 'verifier'"),
@@ -145,14 +145,14 @@ def test_none_means_the_default():
         (["granularities=[0,1]"], "greater than or equal to 1"),
         (["granularities=[]"], "at least one entry"),
         (["train_steps=[1,1]"], "without repeats"),
-        (["num_steps=8", "train_steps=8"], "last to explore is 6"),
-        (["num_steps=8", "train_steps=[1,7]"], "last to explore is 6"),
-        (["window=3"], "takes no window"),
-        (['algorithm_options={""=0.0}'], "takes no ''; it would"),
+        (["num_steps=8", "train_steps=8"], "last possible noise step is 6"),
+        (["num_steps=8", "train_steps=[1,7]"], "last possible noise step is 6"),
+        (["window=3"], "has no option window"),
+        (['algorithm_options={""=0.0}'], "has no option ''; it would"),
         (["granularity=3"], "did you mean 'granularities'"),
         (["algorithm_options={eta=0}"], "eta must be > 0"),
         (["algorithm=my_file"], "or module:attribute for your own"),
-        (["algorithm=g2rpo_single"], "takes no granularities"),
+        (["algorithm=g2rpo_single"], "has no option granularities"),
         (["rewards={}"], "at least one reward"),
         (["rewards.verifier=0"], "eval_rewards"),
         (["lr=0"], "greater than 0"),
@@ -161,12 +161,12 @@ def test_none_means_the_default():
         (["eval_every=10", "eval_prompts=none"], "needs eval_prompts"),
         (["prompts=none.txt"], "no prompt file"),
         (["prompts=Makefile"], "prompt files end in .txt"),
-        (["model=./no/such/folder"], "there is none"),
+        (["model=./no/such/folder"], "there is no such folder"),
         (["out=/dev/null/x"], "is a file"),
         (["out="], "at least 1 character"),
         (["eta"], "not key=value"),
         (["granularities=[1,"], "is not one"),
-        (["stop_after=50", "iterations=20"], "beyond iterations"),
+        (["stop_after=50", "iterations=20"], "greater than iterations"),
         (["lr.x=1"], "no entries"),
     ],
 )
@@ -298,7 +298,7 @@ def test_an_own_algorithm_has_flat_options_or_a_table(own_algorithm, tmp_path):
     assert "algorithm_options = {" in complete.to_toml() and "\neta" not in complete.to_toml()
     assert read_settings(tmp_path) == complete
     check_same_run(complete, complete)
-    with pytest.raises(ValueError, match=r"pull: 4.0 there, 5.0 given"):
+    with pytest.raises(ValueError, match=r"pull: 4.0 stored, 5.0 given"):
         check_same_run(complete, load_settings(recipe, ["pull=5", "train_steps=[0,2]"]).resolved(custom=True))
 
 
@@ -306,7 +306,7 @@ def test_an_own_algorithm_has_flat_options_or_a_table(own_algorithm, tmp_path):
     ("name", "overrides", "expected"),
     [
         ("Mine", ["pull=0"], "algorithm='own_algorithm:Mine': pull = 0: Input should be greater than 0"),
-        ("Mine", ["pul=1"], "takes no pul; it would have no effect; did you mean 'pull'"),
+        ("Mine", ["pul=1"], "has no option pul; it would have no effect; did you mean 'pull'"),
         ("Mine", ["group_sise=4"], "did you mean 'group_size'"),
         ("Mine", ["eta=0"], "eta must be > 0"),
         ("Mine", ["granularities=3"], "Input should be a valid list"),
@@ -347,7 +347,7 @@ def test_going_on_with_other_settings():
     with pytest.raises(ValueError) as caught:
         check_same_run(saved, load_settings("tiny", ["lr=1e-3", "group_size=4", "iterations=99"]))
     message = str(caught.value)
-    assert "lr: 2e-05 there, 0.001 given" in message and "group_size: 8 there, 4 given" in message
+    assert "lr: 2e-05 stored, 0.001 given" in message and "group_size: 8 stored, 4 given" in message
     assert "iterations" not in message
 
 
@@ -359,7 +359,9 @@ def test_a_reward_may_be_reached_another_way_but_not_be_another():
     check_same_run(saved, judged('{servers=["http://b/v1","http://c/v1"], model="M", timeout=9}'))
     with pytest.raises(ValueError, match="reward_options"):
         check_same_run(saved, judged('{servers=["http://a/v1"], model="other"}'))
-    with pytest.raises(ValueError, match=r"reward_options for 'hps' \(path\), which is in neither"):
+    with pytest.raises(
+        ValueError, match=r"reward_options has options for 'hps' \(path\), which is in neither"
+    ):
         load_settings("tiny", ['reward_options.hps={path="x"}'])
     assert load_settings("tiny", ["eval_rewards=['hps']", 'reward_options.hps={path="x"}']).reward_options
 
@@ -405,10 +407,10 @@ def test_a_recipe_may_have_options_for_another_algorithm(tmp_path):
     assert "granularities" not in other.algorithm_options and other.lr == 3e-5
     assert load_settings(recipe, ["algorithm=flow_grpo", "window=3"]).option("window") == 3
     with pytest.raises(
-        ValueError, match="takes no train_steps, granularities"
+        ValueError, match="has no option train_steps, granularities"
     ):  # the recipe has no table for it
         load_settings(recipe, ["algorithm=dance_grpo"])
-    with pytest.raises(ValueError, match="takes no granularities"):  # of the override
+    with pytest.raises(ValueError, match="has no option granularities"):  # of the override
         load_settings(recipe, ["algorithm=flow_grpo", "granularities=[2]"])
 
 
@@ -416,9 +418,12 @@ def test_a_recipe_may_have_options_for_another_algorithm(tmp_path):
     ("text", "message"),
     [
         ("[options.flow_grp]\nwindow = 2", "unknown algorithm 'flow_grp'; did you mean 'flow_grpo'"),
-        ("[options.flow_grpo]\ngranularities = [2]", "holds 'granularities', which is no option of it"),
+        (
+            "[options.flow_grpo]\ngranularities = [2]",
+            "contains 'granularities', which is not an option of flow_grpo",
+        ),
         ("[options.g2rpo]\neta = 0.4", "is for the recipe's own algorithm"),
-        ("options = 3", r"holds tables, such as \[options.NAME\]"),
+        ("options = 3", r"contains tables, such as \[options.NAME\]"),
     ],
 )
 def test_tables_of_options_that_fit_nothing(tmp_path, text, message):

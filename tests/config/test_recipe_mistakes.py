@@ -53,7 +53,7 @@ RECIPES = {
     "out = true\n": ["out = True", "true is not text", "quotes"],
     "eval_rewards = [1.5]\n": ["eval_rewards", "1.5 is not text"],
     "learning_rte = 1e-5\n": ["'learning_rte'", "did you mean 'lr'"],
-    "learning_rate = 1e-5\n": ["'learning_rate'", "here it is 'lr'"],
+    "learning_rate = 1e-5\n": ["'learning_rate'", "its name here is 'lr'"],
     "LR = 1e-5\n": ["'LR'", "'lr'"],
     "num_inference_steps = 20\n": ["'num_steps'"],
     "groupsize = 8\n": ["did you mean 'group_size'"],
@@ -61,9 +61,9 @@ RECIPES = {
     "update_batchs = 4\n": ["'update_batchs'", "did you mean 'update_batch'"],
     "algorithm_options = 3\n": ["algorithm_options = 3", "give a table of options"],
     'algorithm_options = "a\\u001f"\n': ["algorithm_options = 'a\\x1f'", "give a table of options"],
-    "window = 4\n": ["no window", "window is an option of", "mix_grpo"],
+    "window = 4\n": ["no option window", "window is an option of", "mix_grpo"],
     "roll_bak = true\n": ["'roll_back'", "option of algorithm=mix_grpo"],
-    "nft_beta = 0.1\n": ["no nft_beta", "option of nft"],
+    "nft_beta = 0.1\n": ["no option nft_beta", "option of nft"],
     "verifier = 1.0\n": ["'verifier' is a reward", "[rewards]"],
     "[training]\nlr = 1e-5\n": ["'training'", "write lr above the first [table]"],
     "[rewards]\ngroup_size = 4\n": ["'group_size' is a setting", "[rewards]", "above the first [table]"],
@@ -106,7 +106,7 @@ def test_values_that_python_cannot_read_are_one_message(override):
 @pytest.mark.parametrize("key", ["out", "cache"])
 def test_a_link_that_leads_nowhere_is_refused_before_anything_is_loaded(tmp_path, key):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "deep")
-    with pytest.raises(ValueError, match=f"{key}=.*link.*leads nowhere"):
+    with pytest.raises(ValueError, match=f"{key}=.*link.*which does not exist"):
         load_settings("tiny", {"out": str(tmp_path / "run"), key: str(tmp_path / "link" / "run")})
 
 
@@ -193,4 +193,4 @@ def test_plan_counts_the_evaluation_prompts_that_there_are(tmp_path):
         guard = len(evaluated.prompts) * (4 + 3 * 3)
         assert forwards[count] == 4 * (3 * len(evaluated.prompts) + grids) + guard
     assert forwards[2] == forwards[3] == forwards[100_000] != forwards[1]
-    assert any("has 2 prompts for num_eval_prompts=100000" in note for note in RunPrompts.of(settings).notes)
+    assert any("has only 2 prompts; all of them" in note for note in RunPrompts.of(settings).notes)

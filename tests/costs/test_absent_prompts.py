@@ -24,8 +24,8 @@ def test_the_note_names_the_file_and_the_number_of_prompts():
     settings = load_settings("flux_hps", prompts_may_be_absent=True)
     used = settings.iterations * settings.prompts_per_iteration
     assert planned.exit_code == 0
-    note = f"prompts={settings.prompts} is not here: assumed that all {used:,} prompts of the run differ"
-    assert f"note: {note}" in planned.output
+    note = f"prompts={settings.prompts} does not exist: the estimate assumes that all {used:,} prompts"
+    assert f"note: {note} of the run differ" in planned.output
 
 
 def test_the_costs_are_those_of_a_file_with_as_many_prompts(tmp_path):

@@ -256,11 +256,11 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         plan_costs(settings.model_copy(update={"resolution": 18}))
     with pytest.raises(ValueError, match=r"max_sequence_length=13 is outside 1\.\.12"):
         plan_costs(settings.model_copy(update={"max_sequence_length": 13}))
-    with pytest.raises(ValueError, match="its images would be guided twice"):
+    with pytest.raises(ValueError, match="would be guided twice"):
         plan_costs(settings.model_copy(update={"true_cfg": 4.0}))
     with pytest.raises(ValueError, match=r"outside 1\.\.512"):
         model_shape("black-forest-labs/FLUX.1-dev", PolicyOptions(max_sequence_length=5000))
-    with pytest.raises(ValueError, match="holds no model_index"):
+    with pytest.raises(ValueError, match="contains no model_index"):
         model_shape(tmp_path)
 
 
@@ -322,7 +322,7 @@ def test_steps_drawn_by_spread_are_counted_as_if_drawn_evenly(folder):
         drawn = {"train_steps": 3, "steps_per_iteration": 1, "step_draw": draw}
         return " ".join(plan_costs(Settings(model=str(folder), **drawn)).notes)
 
-    assert "counted as if the steps were drawn evenly" in notes("spread") and not notes("even")
+    assert "the costs assume that the steps are drawn evenly" in notes("spread") and not notes("even")
 
 
 def test_the_verdict_comes_first():

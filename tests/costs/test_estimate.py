@@ -96,7 +96,7 @@ def test_what_the_table_does_not_know(changes):
 
 
 def test_an_unknown_gpu():
-    with pytest.raises(ValueError, match=f"table of measured times has {', '.join(TABLE)}"):
+    with pytest.raises(ValueError, match=f"table of measured times contains only {', '.join(TABLE)}"):
         plan_here(Settings(), gpu="A100")
 
 
@@ -159,7 +159,7 @@ def test_the_largest_that_fits():
 
 
 def test_when_nothing_fits():
-    with pytest.raises(ValueError, match=r"without any sample the rollout takes about .* GB, and 30\.0 GB"):
+    with pytest.raises(ValueError, match=r"the rollout needs about .* GB even without samples, but 30\.0 GB"):
         chosen(30)
 
 

@@ -152,7 +152,7 @@ def test_the_embedded_world():
         ("p.csv", 'prompt\na\n" "\n', ["line 3", "empty prompt"]),
         ("p.csv", "title\na\n", ["line 1", "title"]),
         ("p.csv", "prompt\na cat, a dog\n", ["line 2", "more cells"]),
-        ("p.csv", "", ["line 1", "no fields"]),
+        ("p.csv", "", ["line 1", "there are no fields"]),
         ("p.csv", '"prompt\na\n', ["line 1", "unexpected end of data"]),
         ("p.csv", 'prompt\na\n"b\nc\n', ["line 3", "unexpected end of data"]),
         ("p.docx", "a", [".docx", ".txt"]),

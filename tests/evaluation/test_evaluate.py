@@ -160,13 +160,13 @@ def test_nothing_is_done_twice_and_models_and_steps_may_be_added(tmp_path, own, 
 @pytest.mark.parametrize(
     ("models", "changes", "rewards", "said"),
     [
-        (MODELS, {"seed": 8}, REWARDS, "seed: 7 there, 8 given"),
-        (MODELS, {"conditions": {"guidance": 2.0}}, REWARDS, "guidance: None there, 2.0 given"),
-        (MODELS, {"prompts": PROMPTS[:2]}, REWARDS, "prompts: 3 there, 2 given"),
-        (MODELS, {"steps": (2,)}, REWARDS, "steps: 1 there, and not given"),
+        (MODELS, {"seed": 8}, REWARDS, "seed: 7 stored, 8 given"),
+        (MODELS, {"conditions": {"guidance": 2.0}}, REWARDS, "guidance: None stored, 2.0 given"),
+        (MODELS, {"prompts": PROMPTS[:2]}, REWARDS, "prompts: 3 stored, 2 given"),
+        (MODELS, {"steps": (2,)}, REWARDS, "steps: 1 stored, but not given"),
         (MODELS, {}, REWARDS[:1], "rewards: "),
-        (MODELS[:1], {}, REWARDS, "models: tiny@g2rpo (tiny@g2rpo) is there, and not given"),
-        (MODELS[::-1], {}, REWARDS, "the first model is tiny there, tiny@g2rpo given"),
+        (MODELS[:1], {}, REWARDS, "models: tiny@g2rpo (tiny@g2rpo) is stored, but not given"),
+        (MODELS[::-1], {}, REWARDS, "the first model: tiny stored, tiny@g2rpo given"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, said):
@@ -176,7 +176,7 @@ def test_other_settings_are_refused(tmp_path, own, models, changes, rewards, sai
     )
     first.write()
     before = files(tmp_path / "out")
-    with pytest.raises(ValueError, match="holds images of other settings") as refused:
+    with pytest.raises(ValueError, match="contains images with other settings") as refused:
         evaluate(models, request(**changes), rewards, out="out", say=quiet)
     assert said in str(refused.value) and files(tmp_path / "out") == before
 
@@ -193,9 +193,9 @@ def test_a_model_that_changed_is_refused(tmp_path, own):
     lineup.Lineup(*given).write()
     lineup.Lineup(*given)
     os.utime(folder / "pytorch_lora_weights.safetensors", (1, 1))
-    with pytest.raises(ValueError, match="weights: another model than there, or changed since"):
+    with pytest.raises(ValueError, match="weights: not the stored model, or changed since then"):
         lineup.Lineup(*given)
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="contains other results"):
         lineup.Lineup("gallery", ["tiny"], request(), tmp_path / "out")
 
 
@@ -290,11 +290,11 @@ def test_the_first_models_conditions_hold_for_all_and_are_told(tmp_path, own, mo
         (["--guidance", "-1"], "Invalid value for '--guidance'"),
         (["tiny@g2rp"], "no embedded model 'tiny@g2rp'; there are: tiny"),
         (["nowhere"], "no model folder 'nowhere'"),
-        (["weights"], "weights holds only weights; name the model that they belong to with --base NAME"),
-        (["other"], "other holds no model_index.json"),
-        (["empty_run"], "empty_run holds no checkpoint; train the run further"),
+        (["weights"], "weights contains only weights; give the model that they belong to with --base NAME"),
+        (["other"], "other contains no model_index.json"),
+        (["empty_run"], "empty_run contains no checkpoint; train the run further"),
         (["--shift", "0"], "--shift 0: give a number above 0, or pipeline"),
-        (["--out", "p.txt"], "is a file; name a folder"),
+        (["--out", "p.txt"], "is a file; give a folder"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_opened(tmp_path, monkeypatch, words, said):

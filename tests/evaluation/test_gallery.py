@@ -80,7 +80,7 @@ def test_the_command_draws_a_figure_once(tmp_path, monkeypatch):
     with Image.open("gallery/gallery.png") as page:
         narrow = page.size
     result = CliRunner().invoke(app, [words[0], "tiny", *words[1:], "--labels", "base,again"])
-    assert result.exit_code == 2 and "models: tiny (tiny) is there, and not given" in result.output
+    assert result.exit_code == 2 and "models: tiny (tiny) is stored, but not given" in result.output
     result = CliRunner().invoke(app, [words[0], "tiny", *words[1:]])
     assert result.exit_code == 0, result.output
     # The second column alone was sampled the second time.
@@ -95,4 +95,4 @@ def test_the_command_draws_a_figure_once(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["gallery", "tiny"])
     assert result.exit_code == 2 and "no prompts" in result.output
     result = CliRunner().invoke(app, [*words, "--steps", "3"])
-    assert result.exit_code == 2 and "steps: 2 there, and not given" in result.output
+    assert result.exit_code == 2 and "steps: 2 stored, but not given" in result.output

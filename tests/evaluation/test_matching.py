@@ -49,7 +49,7 @@ def test_an_order_that_is_clear(names):
     [["img_2.png", "img_10.png"], [f"{i}.png" for i in range(12)], ["x9y", "x10a"], ["cat-2.png", "cat.png"]],
 )
 def test_an_order_that_is_not_clear_is_refused(names):
-    with pytest.raises(ValueError, match=r"order is ambiguous.*--map"):
+    with pytest.raises(ValueError, match=r"order of the images is ambiguous.*--map"):
         in_order(names)
 
 
@@ -84,11 +84,11 @@ def test_a_mapping_pairs_by_file_and_brings_metadata(tmp_path, name, text):
             ["gone.png", "also.png"],
             r"no file in .*\n2 of 2 files .*\n  gone\.png: there is no such file\n  also",
         ),
-        (["a.png", "b.png", "./a.png"], r"line 3: \./a\.png is in line 1 already"),
-        (["a.png", "../in/a.png"], r"line 2: '\.\./in/a\.png' lies outside the folder of images"),
-        (["/etc/a.png"], r"line 1: '/etc/a\.png' lies outside the folder of images"),
-        (["sub/../../a.png"], r"line 1: 'sub/\.\./\.\./a\.png' lies outside the folder of images"),
-        ([None], r"line 1: a mapping names the image in `file`; this record has none"),
+        (["a.png", "b.png", "./a.png"], r"line 3: \./a\.png is already in line 1"),
+        (["a.png", "../in/a.png"], r"line 2: '\.\./in/a\.png' is outside the folder of images"),
+        (["/etc/a.png"], r"line 1: '/etc/a\.png' is outside the folder of images"),
+        (["sub/../../a.png"], r"line 1: 'sub/\.\./\.\./a\.png' is outside the folder of images"),
+        ([None], r"line 1: the field `file` must name the image; this record has none"),
         ([7], r"this record has 7"),
     ],
 )
@@ -113,7 +113,9 @@ def test_images_that_carry_their_prompts(tmp_path):
     save_png(
         torch.rand(3, 8, 8), folder / "other.png", '{"3": {"class_type": "KSampler"}}'
     )  # ComfyUI's field
-    with pytest.raises(ValueError, match=r"1 of 3 images .* carry no prompt by g2rpo: other\.png; give"):
+    with pytest.raises(
+        ValueError, match=r"1 of 3 images .* contain no prompt that g2rpo wrote: other\.png; give"
+    ):
         match(folder)
 
 
@@ -124,7 +126,7 @@ def test_leftovers_of_another_model_are_reported(tmp_path):
     found = match(tmp_path)
     assert len(found.items) == 5
     said = "2 by new (0.png …), 3 by old (2.png …); the means are over all of them"
-    assert found.notes == [f"note: images of 2 models are here: {said}"]
+    assert found.notes == [f"note: the folder contains images of 2 models: {said}"]
     for i in range(2, 5):
         (tmp_path / f"{i}.png").unlink()
     assert match(tmp_path).notes == []
@@ -208,8 +210,8 @@ def test_names_are_matched_as_they_are_written(tmp_path):
         "\tc.PNG",
         "b.png ",
     }
-    assert "' a.png' is there" in found.unreadable["A.png"]
-    assert "'\\tc.PNG' is there, which differs in blanks" in found.unreadable["c.PNG"]
+    assert "a similar file is ' a.png'" in found.unreadable["A.png"]
+    assert "a similar file is '\\tc.PNG', which differs from" in found.unreadable["c.PNG"]
 
 
 MODES = {

@@ -59,7 +59,7 @@ def test_rewards_get_what_is_known_of_each_prompt():
 def test_the_comparison_takes_what_is_trained_and_what_is_not():
     made = comparison()
     assert [(one.title, one.prompts) for one in made.sets] == [(OWN, ("b", "d")), (UNSEEN, ("x", "y"))]
-    assert "1 evaluation prompts are training prompts" in made.note
+    assert "1 evaluation prompts are also training prompts" in made.note
     assert comparison(0).sets == () and comparison(0).note == ""
     assert [len(one.prompts) for one in comparison(8).sets] == [8, 9]  # 4 and 3 prompts, each as often
     assert [one.title for one in comparison(other=OWN_FILE).sets] == [OWN]
@@ -80,17 +80,20 @@ def test_a_comparison_goes_on_as_it_began(tmp_path):
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        (comparison(num_steps=8), "eval_num_steps: 4 there, 8 given"),
-        (comparison(images=1), "compare_images: 2 there, 1 given"),
-        (comparison(other=OTHER[2:]), "eval_prompts or num_eval_prompts: other unseen prompts"),
-        (comparison(other=[]), "eval_prompts or num_eval_prompts: other unseen prompts"),
+        (comparison(num_steps=8), "eval_num_steps: 4 stored, 8 given"),
+        (comparison(images=1), "compare_images: 2 stored, 1 given"),
+        (
+            comparison(other=OTHER[2:]),
+            "eval_prompts or num_eval_prompts: the stored images have other unseen",
+        ),
+        (comparison(other=[]), "eval_prompts or num_eval_prompts: the stored images have other unseen"),
     ],
 )
 def test_a_comparison_with_other_images_is_refused(tmp_path, now, said):
-    with pytest.raises(ValueError, match=r"holds no images of the untrained model.* or compare_images=0"):
+    with pytest.raises(ValueError, match=r"lists no images of the untrained model.* or use compare_images=0"):
         now.resumed(tmp_path)
     comparison().draw_before(painter(), tmp_path)
-    with pytest.raises(ValueError, match=f"{said}(.|\n)*or compare_images=0"):
+    with pytest.raises(ValueError, match=f"{said}(.|\n)*or use compare_images=0"):
         now.resumed(tmp_path)
     assert comparison(0).resumed(tmp_path).sets == ()
 

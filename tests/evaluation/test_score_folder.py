@@ -269,7 +269,9 @@ def test_a_folder_of_scores_belongs_to_its_rewards(tmp_path, own):
         "own_rewards:Scaled": "2 times red"
     }
     assert done.rewards["own_rewards:Scaled"].mean == pytest.approx(0.4)
-    refused = pytest.raises(ValueError, match=r"out holds scores of .* by own_rewards:Scaled, of another")
+    refused = pytest.raises(
+        ValueError, match=r"out contains scores of .* by own_rewards:Scaled, from another"
+    )
     with refused:
         score(folder, ["own_rewards:Scaled"], options=["own_rewards:Scaled.factor=3"], **given)
     with refused:
@@ -292,7 +294,7 @@ def test_a_folder_of_scores_belongs_to_its_rewards(tmp_path, own):
         (["--rewards", "verifier", "--prompts", "p.txt", "--map", "p.txt"], "--prompts or --map, not both"),
         (["--rewards", "verifier", "--images", "nowhere"], "--images nowhere: no such folder"),
         (["--rewards", "verifier", "--images", "bare"], "no images (.png, .jpg, .jpeg, .webp) in bare; "),
-        (["--rewards", "verifier", "--out", "p.txt"], "is a file; name a folder"),
+        (["--rewards", "verifier", "--out", "p.txt"], "is a file; give a folder"),
     ],
 )
 def test_mistakes_are_told(tmp_path, monkeypatch, words, said):

@@ -141,7 +141,7 @@ def test_a_run_of_an_own_algorithm_resumes_with_its_options(drawn, folder):
     options = ("small.toml", DRAWN, "strides=[1]", "out=runs/resumed")
     interrupted(*options, "drawn_steps=2", cwd=folder)
     other = run_command("train", *options, "drawn_steps=1", cwd=folder)
-    assert other.returncode == 2 and "drawn_steps: 2 there, 1 given" in other.stderr
+    assert other.returncode == 2 and "drawn_steps: 2 stored, 1 given" in other.stderr
     done("train", *options, "drawn_steps=2", cwd=folder)
     assert_same_run(drawn, folder / "runs" / "resumed")
     recorded = tomllib.loads((drawn / "config.toml").read_text())
@@ -152,7 +152,7 @@ def test_a_run_of_an_own_algorithm_resumes_with_its_options(drawn, folder):
 def test_wrong_options_of_an_own_algorithm_are_refused(folder):
     for change, message in (
         ("drawn_steps=3", "noise of the last step would stay in the image"),
-        ("drawn_step=2", "takes no drawn_step; it would have no effect; did you mean 'drawn_steps'"),
+        ("drawn_step=2", "has no option drawn_step; it would have no effect; did you mean 'drawn_steps'"),
         ("strides=[0]", "greater than or equal to 1"),
     ):
         refused = run_command("train", "small.toml", DRAWN, change, "out=runs/never", cwd=folder)

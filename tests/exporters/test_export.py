@@ -408,5 +408,5 @@ def test_the_default_layout_is_the_first_that_fits():
     writers = {"small": Writer(None, adapters=True), "own": Writer(None), "diffusers": Writer(None)}
     family = replace(FAMILY, writers=writers)
     assert [_layout(family, "auto", adapters) for adapters in (False, True)] == ["own", "small"]
-    with pytest.raises(ValueError, match="trained adapters, and the model family flux has no layout"):
+    with pytest.raises(ValueError, match="trained adapters, but the model family flux has no layout"):
         _layout(replace(FAMILY, writers={"own": Writer(None)}), "auto", True)

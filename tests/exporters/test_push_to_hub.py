@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_destination(hub, tmp_path):
         (
             "other/tuned",
             WRITE,
-        ): "me, whose token this is, may not write to 'other'; use me or team as the owner",
+        ): "the token belongs to me, who may not write to 'other'; use me or team as the owner",
         ("readers/tuned", WRITE): "may not write to 'readers'",
         ("me/tuned/2", WRITE): "give OWNER/NAME (",
         ("/tuned", WRITE): "give OWNER/NAME",

@@ -189,12 +189,12 @@ def alpha(draw: Any, folder: Path) -> Bad:
         [
             (torch.tensor(float("nan")), "nan"),
             (torch.tensor(-2.0), "-2"),
-            (torch.ones(3), r"\(3,\)|no single number"),
+            (torch.ones(3), r"\(3,\)|not a single number"),
             (torch.tensor(float("inf")), "inf"),
         ]
     )
     tensors[f"transformer.{layer.replace(chr(92), '')}.alpha"] = value
-    return _bad(draw, folder, "alpha", tensors, place=layer, found=found, allowed="finite|number|0 or above")
+    return _bad(draw, folder, "alpha", tensors, place=layer, found=found, allowed="finite|number|from 0")
 
 
 def changes_nothing(draw: Any, folder: Path) -> Bad:

@@ -46,7 +46,7 @@ def test_a_base_takes_the_last_steps(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sampling, "open_policy", never)
     evaluate(models, request(), ["colourfulness"], labels=["base", "tuned"], out=out, say=silent)
-    with pytest.raises(ValueError, match=r"first_share: 0\.6 there, 0\.3 given"):
+    with pytest.raises(ValueError, match=r"first_share: 0\.6 stored, 0\.3 given"):
         evaluate(models, request(first_share=0.3), ["colourfulness"], labels=["base", "tuned"], out=out)
     monkeypatch.undo()
     monkeypatch.setattr(

@@ -104,7 +104,7 @@ def test_segments_must_fit(policy):
         sample_segments([Segment(lambda: policy, 1), Segment(lambda: other, 1)], ["a"], seeds=[1])
     with pytest.raises(ValueError, match="at least one step, got \\[2, 0\\]"):
         sample_segments([Segment(lambda: policy, 2), Segment(lambda: other, 0)], ["a"], seeds=[1])
-    with pytest.raises(ValueError, match="segments of 3 steps together for num_steps=4"):
+    with pytest.raises(ValueError, match="the segments have 3 steps in total, but num_steps=4"):
         SampleRequest(tuple(as_prompts(["a"])), steps=(4,)).images_by([Segment(lambda: policy, 3)])
 
 

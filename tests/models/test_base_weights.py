@@ -134,7 +134,7 @@ def test_a_run_trains_them_and_opens_without_them(base, files, tmp_path):
         f"cache={tmp_path / 'cache'}",
     ]
     assert train(load_settings("tiny", [*words, "iterations=2", "stop_after=1", "lr=1e-12"])).step == 1
-    with pytest.raises(ValueError, match=r"weights: '.*given\.safetensors' there, None given"):
+    with pytest.raises(ValueError, match=r"weights: '.*given\.safetensors' stored, None given"):
         changed = [word for word in words if not word.startswith("weights=")]
         train(load_settings("tiny", [*changed, "iterations=2", "lr=1e-12"]))
     assert train(load_settings("tiny", [*words, "iterations=2", "lr=1e-12"])).finished

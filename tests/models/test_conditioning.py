@@ -77,9 +77,9 @@ def test_what_does_not_fit_together_is_refused():
         Conditioning({})
     with pytest.raises(ValueError, match="must be int64"):
         Conditioning({"text": text}, {"text": torch.ones(3)})
-    with pytest.raises(ValueError, match="'other', which is no tensor"):
+    with pytest.raises(ValueError, match="'other', which is not a tensor"):
         Conditioning({"text": text}, {"other": torch.tensor([1, 2, 2])})
     with pytest.raises(ValueError, match="at least one"):
         Conditioning.cat([])
-    with pytest.raises(ValueError, match="other names: pooled, text and text"):
+    with pytest.raises(ValueError, match="different names: pooled, text and text"):
         Conditioning.cat([Conditioning({"text": text}), Conditioning({"pooled": text, "text": text})])

@@ -157,6 +157,6 @@ def test_what_is_no_file_is_named(tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "nowhere")
     assert Path(tmp_path / "link.safetensors").is_symlink()
-    for name, words in (("folder", "is not a file"), ("link", "is not there")):
+    for name, words in (("folder", "is not a file"), ("link", "does not exist")):
         with pytest.raises(ValueError, match=words):
             read_header(tmp_path / f"{name}.safetensors")

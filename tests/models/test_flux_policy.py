@@ -145,7 +145,7 @@ def test_pack_is_the_pipelines(policy):
     assert pack(z).shape[1:] == policy.latent_shape
     wide = torch.arange(2 * 4 * 4 * 10.0).reshape(2, 4, 4, 10)
     assert torch.equal(unpack(pack(wide), (2, 5)), wide)
-    with pytest.raises(ValueError, match="10 tokens of 16 channels are no packed latent of 5 x 5 tokens"):
+    with pytest.raises(ValueError, match="10 tokens of 16 channels are not a packed latent of 5 x 5 tokens"):
         unpack(pack(wide), (5, 5))
 
 
@@ -263,7 +263,7 @@ def test_what_a_user_can_get_wrong(folder, tmp_path):
         load(folder, precision="half")
     with pytest.raises(ValueError, match="no model folder 'nowhere'"):
         load_policy("nowhere")
-    with pytest.raises(ValueError, match=r"holds no model_index\.json"):
+    with pytest.raises(ValueError, match=r"contains no model_index\.json"):
         load_policy(tmp_path)
     with pytest.raises(ValueError, match=r"no embedded model 'tiny@nothing'|the embedded model is missing"):
         load_policy("tiny@nothing")

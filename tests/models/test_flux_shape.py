@@ -108,7 +108,9 @@ def test_autoencoders(changes):
 
 
 def test_an_autoencoder_of_other_blocks():
-    with pytest.raises(ValueError, match="AttnDownEncoderBlock2D: supported is DownEncoderBlock2D"):
+    with pytest.raises(
+        ValueError, match="AttnDownEncoderBlock2D is not supported; it must be DownEncoderBlock2D"
+    ):
         autoencoder_kl(changed(VAE, down_block_types=["AttnDownEncoderBlock2D"] * 2), 4, 4)
 
 

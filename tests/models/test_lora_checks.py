@@ -64,8 +64,8 @@ def test_sound_adapters_pass(base, tmp_path, naming, caplog):
         ({"r": 4, "lora_alpha": 8}, "rank 4, its tensors have rank 2"),
         ({"r": 2, "lora_alpha": 8, "rank_pattern": {"to_q": 3}}, "rank 3, its tensors have rank 2"),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"(": 3}}, "pattern '('"),
-        ({"r": 2, "lora_alpha": 8, "alpha_pattern": [1]}, "no JSON object"),
-        ([1, 2], "no JSON object"),
+        ({"r": 2, "lora_alpha": 8, "alpha_pattern": [1]}, "not a JSON object"),
+        ([1, 2], "not a JSON object"),
         ("{", "not valid JSON"),
     ],
 )

@@ -248,7 +248,7 @@ def no_weights(monkeypatch):
         (
             {"guidance_embeds": True},
             {"true_cfg": 4.0},
-            r"true_cfg=4 on .* distilled .* guided twice; set true_cfg=1",
+            r"true_cfg=4: .* distilled .* guided twice; set true_cfg=1",
         ),
         ({"guidance_embeds": True}, {}, r"is distilled for guidance .* no input for the guidance scale"),
         ({"zero_cond_t": True}, {}, r"an image-editing model \(zero_cond_t"),
@@ -272,7 +272,9 @@ def test_guidance_without_effect_is_accepted(folder, policy):
 
 def test_files_of_another_family(folder, flux, tmp_path, no_weights):
     for model, weights, kind in ((folder, flux, "Flux"), (flux, folder, "QwenImage")):
-        with pytest.raises(ValueError, match=f"does not fit this model: it holds a {kind}Transformer2DModel"):
+        with pytest.raises(
+            ValueError, match=f"does not fit this model: it contains a {kind}Transformer2DModel"
+        ):
             check_policy(model, PolicyOptions(weights=(weights,)))
         single = weights / "transformer" / "diffusion_pytorch_model.safetensors"
         with pytest.raises(ValueError, match=r"does not fit this model: .*\d+ differences"):

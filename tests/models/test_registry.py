@@ -57,7 +57,7 @@ def test_a_custom_family_is_found_beside_the_shipped_ones(tmp_path):
     assert find_model(tmp_path, TOY)[0].name == "toy"
     with pytest.raises(ValueError, match=r"is a ToyPipeline; g2rpo has families for FluxPipeline.*--family"):
         find_model(tmp_path)
-    with pytest.raises(ValueError, match="with random weights there are: random:flux-dev, random:tiny"):
+    with pytest.raises(ValueError, match="models with random weights are random:flux-dev, random:tiny"):
         find_model("random:toy")
 
 
@@ -127,7 +127,7 @@ def test_shapes_of_rectangles(folder):
         ),
         ({"resolution": (2, 16)}, r"as resolution=\[4, 16\] would be"),
         ({"max_sequence_length": 13}, r"max_sequence_length=13 is outside 1\.\.12"),
-        ({"true_cfg": 2.0, "guidance": 3.5}, "guided twice: set true_cfg=1, or guidance to at most 2"),
+        ({"true_cfg": 2.0, "guidance": 3.5}, "guided twice; set true_cfg=1, or guidance to at most 2"),
         ({"lora_rank": 2, "lora_targets": ("nothing",)}, "no linear layer's name ends in 'nothing'"),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_shard_of_embeddings(sound, tmp_path, marker, caplog):
     save_file({"text": torch.zeros(1)}, shard)
     with caplog.at_level("WARNING"):
         assert EmbeddingCache(tmp_path).missing(Policy(), ["a red circle"])
-    assert "names no prompts" in caplog.text and not marker.exists()
+    assert "does not list its prompts" in caplog.text and not marker.exists()
 
 
 def test_adapters_of_peft_in_a_pickle(tmp_path, marker):

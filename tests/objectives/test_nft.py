@@ -55,7 +55,7 @@ def test_options_of_the_levels():
         ({"level_range": [0.5]}, r"level_range=\[0.5\]: give \[first, end\]"),
         ({"level_range": [0.5, 0.2]}, "0 <= first < end <= 1"),
         ({"level_range": [0, 1.5]}, "0 <= first < end <= 1"),
-        ({"level_range": [0.91, 0.99]}, "holds none of the 10 levels"),
+        ({"level_range": [0.91, 0.99]}, "contains none of the 10 levels"),
         ({"train_levels": 8, "level_range": [0, 0.7]}, "more than the 7 levels in level_range"),
         ({"train_levels": 0}, "greater than or equal to 1"),
         ({"train_levels": 1.5}, "less than or equal to 1"),

@@ -275,27 +275,27 @@ def test_a_damaged_record_is_named_and_measured_again_without_a_model(name, fini
     assert comparable(finished / "out") == before
     file.write_text("{}")
     assert begin(finished).complete
-    assert "is no record of a stage" in capsys.readouterr().out
+    assert "is not a record of a stage" in capsys.readouterr().out
     assert comparable(finished / "out") == before
 
 
 def test_other_settings_and_criteria_are_refused(finished):
-    with pytest.raises(ValueError, match=r"settings\.lr: 0\.0001 there, 0\.0002 given"):
+    with pytest.raises(ValueError, match=r"settings\.lr: 0\.0001 stored, 0\.0002 given"):
         begin(finished, lr=2e-4)
-    with pytest.raises(ValueError, match=r"settings\.iterations: 3 there, 4 given"):
+    with pytest.raises(ValueError, match=r"settings\.iterations: 3 stored, 4 given"):
         begin(finished, iterations=4)
-    with pytest.raises(ValueError, match="limit: 6 there, 5 given"):
+    with pytest.raises(ValueError, match="limit: 6 stored, 5 given"):
         begin(finished, limit=5)
-    with pytest.raises(ValueError, match="num_images: 4 there, 2 given"):
+    with pytest.raises(ValueError, match="num_images: 4 stored, 2 given"):
         begin(finished, CRITERIA.replace("num_images = 4", "num_images = 2"))
-    with pytest.raises(ValueError, match="stop_after=2: reproduce stops the training itself"):
+    with pytest.raises(ValueError, match="stop_after=2: reproduce itself stops the training"):
         begin(finished, stop_after=2)
     begun = finished / "out" / "begun.json"
     begun.write_text(begun.read_text().replace("0.0001", "0.0002"))
-    with pytest.raises(ValueError, match=r"begun\.json is damaged.*put it back from a copy"):
+    with pytest.raises(ValueError, match=r"begun\.json is damaged.*restore it from a copy"):
         begin(finished)
     begun.unlink()
-    with pytest.raises(ValueError, match=r"holds something else \(no begun\.json\)"):
+    with pytest.raises(ValueError, match=r"contains something else \(no begun\.json\)"):
         begin(finished)
 
 

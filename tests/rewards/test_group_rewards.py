@@ -173,8 +173,8 @@ def test_the_kind_must_be_known_before_the_reward_is_made(folder):
 
 REFUSED = (
     "reward 'group:Best' is groupwise: it compares the images of one group of a run's rollout, and here "
-    "each image is scored by itself. Use it in `rewards` of `g2rpo train`; to score images, name a pointwise "
-    "reward"
+    "each image is scored by itself. Use it in `rewards` of `g2rpo train`; to score images, choose a "
+    "pointwise reward"
 )
 
 

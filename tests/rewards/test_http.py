@@ -128,9 +128,9 @@ def test_metadata_that_json_cannot_carry_is_told():
     ("options", "message"),
     [
         ({"urls": []}, "needs urls, the addresses"),
-        ({"urls": "ftp://a/b"}, "no http address"),
-        ({"urls": "http://a\0b/c"}, "no http address"),
-        ({"urls": ["http://exa mple/b"]}, "no http address"),
+        ({"urls": "ftp://a/b"}, "not an http address"),
+        ({"urls": "http://a\0b/c"}, "not an http address"),
+        ({"urls": ["http://exa mple/b"]}, "not an http address"),
         ({"check": "no"}, "check='no' must be true or false"),
         ({"batch": 0}, "batch=0 must be an integer, at least 1"),
         ({"headers": {"X": 1}}, r"headers\.X is a int, and must be an ASCII string"),

@@ -138,7 +138,7 @@ def test_files_that_do_not_do(tmp_path):
 
     refused("the hps reward: './nowhere' does not exist.*hub name", path="./nowhere")
     refused("'gone.pt' does not exist", path="gone.pt")
-    refused("holds no weights; looked for HPS_v2.1_compressed.pt", path=str(tmp_path))
+    refused("contains no weights; looked for HPS_v2.1_compressed.pt", path=str(tmp_path))
     cut = publish("hps", tmp_path / "cut") / "HPS_v2.1_compressed.pt"
     cut.write_bytes(cut.read_bytes()[:5000])
     refused("is damaged", path=str(cut))
@@ -159,9 +159,9 @@ def test_files_that_do_not_do(tmp_path):
     refused(
         "contains no CLIP.*its keys are", path=str(publish("imagereward", tmp_path / "i") / "ImageReward.pt")
     )
-    refused("is no ImageReward: it lacks blip", "imagereward", path=str(_other(tmp_path)))
+    refused("is not an ImageReward network: it lacks blip", "imagereward", path=str(_other(tmp_path)))
     (tmp_path / "text.txt").write_text("hello")
-    refused("text.txt is no weight file", path=str(tmp_path / "text.txt"))
+    refused("text.txt is not a weight file", path=str(tmp_path / "text.txt"))
     bare = publish("clip", tmp_path / "bare")
     (bare / "open_clip_config.json").unlink()
     refused("widths 64 and 48.*put open_clip_config.json beside it", "clip", path=str(bare))
@@ -169,7 +169,7 @@ def test_files_that_do_not_do(tmp_path):
     (bare / "open_clip_config.json").write_text(
         json.dumps({"model_cfg": {"embed_dim": 32, "vision_cfg": {}}})
     )
-    refused("describes no CLIP of two plain transformers", "clip", path=str(bare))
+    refused("does not describe a CLIP of two plain transformers", "clip", path=str(bare))
     config = {
         "model_cfg": golden_json("tiny_openclip_gelu")["config"],
         "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]},

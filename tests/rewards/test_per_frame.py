@@ -90,7 +90,7 @@ def test_what_a_user_can_get_wrong():
     with pytest.raises(ValueError, match="scores each image by itself"):
         PerFrame(PerFrame(brightness))
     for frames in ([4], [-5], 5):
-        with pytest.raises(ValueError, match="videos with 4 frames"):
+        with pytest.raises(ValueError, match="videos have 4 frames"):
             PerFrame(brightness, frames=frames)(VIDEOS, PROMPTS)
     with pytest.raises(ValueError, match=r"must be \[N, F, 3, H, W\]"):
         PerFrame(brightness)(VIDEOS[:, 0], PROMPTS)
@@ -176,7 +176,7 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["frames", "Video", "Colours", "Late"])
 def test_a_reward_for_videos_is_refused_for_images(module, name):
-    message = f"reward 'screen:{name}' scores videos, and here are images; name a reward for images"
+    message = f"reward 'screen:{name}' scores videos, but would get images; choose a reward for images"
     with pytest.raises(ValueError, match=message):
         load_rewards([f"screen:{name}"], CPU)
     assert not sys.modules["screen"].made, "it was refused before it was created"
@@ -194,7 +194,7 @@ def test_rewards_for_videos_are_loaded_for_videos(module):
 
 def test_a_reward_for_images_is_refused_for_videos(module):
     for name in ("colourfulness", "screen:brightness"):
-        with pytest.raises(ValueError, match=f"'{name}' scores images, and here are videos.*PerFrame"):
+        with pytest.raises(ValueError, match=f"'{name}' scores images, but would get videos.*PerFrame"):
             load_rewards([name], CPU, media="video")
     with pytest.raises(ValueError, match="'screen:Sound': media='sound' must be 'image' or 'video'"):
         load_rewards(["screen:Sound"], CPU, media="video")

@@ -114,17 +114,20 @@ def test_errors_and_logs_do_not_show_them(folder, caplog):
     ("options", "message"),
     [
         ({"urls": "http://u:address-s3cret@h"}, "urls contains a password"),
-        ({"urls": "http://h?token=address-s3cret"}, r"has 'http://h\?\*\*\*', which is no http address"),
-        ({"urls": "ftp://u:address-s3cret@h"}, r"has 'ftp://\*\*\*@h', which is no http address"),
+        ({"urls": "http://h?token=address-s3cret"}, r"has 'http://h\?\*\*\*', which is not an http address"),
+        ({"urls": "ftp://u:address-s3cret@h"}, r"has 'ftp://\*\*\*@h', which is not an http address"),
         ({"urls": [1, "http://u:address-s3cret@h"]}, "needs urls, the addresses"),
         ({"headers": "X: header-s3cret"}, "headers is a str, and must be a table"),
         ({"headers": {"X": ["header-s3cret"]}}, "headers.X is a list, and must be an ASCII string"),
         ({"headers": {"X": "header-s3cret\nY: 1"}}, "headers.X must be an ASCII string without line breaks"),
         ({"headers": {"X": "header-s3crét"}}, "headers.X must be an ASCII string"),
-        ({"headers": {"X Y": "header-s3cret"}}, "'X Y' is no name of a header"),
+        ({"headers": {"X Y": "header-s3cret"}}, "'X Y' is not the name of a header"),
         ({"headers": {"X": "${NO_SUCH_KEY}"}}, "headers.X refers to the environment variable NO_SUCH_KEY"),
         ({"api_key_env": "sk-option-s3cret"}, "must be the name of an environment variable"),
-        ({"api_key_env": "TWO_LINES"}, "TWO_LINES .api_key_env. holds characters that a header cannot carry"),
+        (
+            {"api_key_env": "TWO_LINES"},
+            "TWO_LINES .api_key_env. contains characters that a header cannot carry",
+        ),
     ],
 )
 def test_options_with_errors_are_not_quoted(folder, monkeypatch, options, message):

@@ -86,10 +86,10 @@ def test_composed_letters_are_left_after_cleaning(clip):
 
 def test_folders_that_do_not_do(clip, bert, tmp_path):
     with pytest.raises(
-        ValueError, match=r"holds no tokenizer \(tokenizer.json or vocab.json with merges.txt"
+        ValueError, match=r"contains no tokenizer \(tokenizer.json or vocab.json with merges.txt"
     ):
         ClipTokenizer(bert, 77, VOCABULARY, openclip=True)
-    with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer.json or vocab.txt\)"):
+    with pytest.raises(ValueError, match=r"contains no tokenizer \(tokenizer.json or vocab.txt\)"):
         BertTokenizer(clip, 30524)
     with pytest.raises(ValueError, match="has 49,408 tokens, the network 1,000"):
         ClipTokenizer(clip, 77, 1000, openclip=True)

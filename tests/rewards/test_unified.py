@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_no_number_and_spoils_nothing_else(caplog):
             len(BAD) + 2
         )  # an answer that cannot be read is not asked for again
         assert reward.last_error.startswith(
-            "of 12 samples 3 x the answer is no chat completion with text, 3 x"
+            "of 12 samples 3 x the answer is not a chat completion with text, 3 x"
         )
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == len({*lines})  # each reason once
@@ -307,8 +307,8 @@ def test_ctrl_c_ends_the_waiting():
     ("options", "message"),
     [
         ({"servers": []}, r"needs servers, .* servers = \[\"http://localhost:8000/v1\"\].*docs/rewards.md"),
-        ({"servers": "localhost:8000"}, "'localhost:8000', which is no http address"),
-        ({"servers": ["http://a:x/v1"]}, "no http address"),
+        ({"servers": "localhost:8000"}, "'localhost:8000', which is not an http address"),
+        ({"servers": ["http://a:x/v1"]}, "not an http address"),
         ({"servers": ["http://me:secret@a/v1"]}, "contains a password.*api_key_env"),
         ({"servers": ["http://a/v1", "http://a/v1/"]}, "more than once"),
         ({"model": ""}, "model='' must name the model"),

@@ -191,7 +191,9 @@ def test_none_is_better_than_the_base(train):
 
 def test_a_damaged_best_is_reported(best_first):
     next(best_checkpoint(best_first).glob("*.distcp")).unlink()
-    with pytest.raises(ValueError, match=r"opens no checkpoint: step_000001: .*distcp is missing. .*newest"):
+    with pytest.raises(
+        ValueError, match=r"does not lead to a checkpoint: step_000001: .*distcp is missing. .*newest"
+    ):
         open_run(best_first / "best")
     assert weights(best_first)[0] == 2
 
@@ -201,7 +203,7 @@ def test_a_damaged_best_is_reported(best_first):
     [
         (
             {"keep_best": "aesthetic"},
-            r"keep_best='aesthetic' is not evaluated; take none or one of \['tiny_clip', 'ver",
+            r"keep_best='aesthetic' is not evaluated; use none or one of \['tiny_clip', 'ver",
         ),
         (
             {"keep_best": "verifier", "eval_every": 0},
@@ -276,7 +278,7 @@ def test_rubbish_in_the_pointer(train, judge):
     done = train([0.5, 0.6, 0.2], iterations=3, stop_after=2, keep_last=2)
     for rubbish in (b"", b"../../elsewhere", b"\xb1\x00"):
         (done.out / "best").write_bytes(rubbish)
-        with pytest.raises(ValueError, match="run/best opens no checkpoint: it names none"):
+        with pytest.raises(ValueError, match="run/best does not lead to a checkpoint: it names none"):
             open_run(done.out / "best")
     train([0.1], iterations=3)
     assert kept_best(done.out)[0] == "step_000001"

@@ -1,4 +1,4 @@
-"""A disk that fills up at any write: one message, exit code 2, and the same command goes on afterwards."""
+"""A disk that fills up at any write: one message, exit code 2, and the same command continues afterwards."""
 
 import json
 import shutil
@@ -96,7 +96,9 @@ def test_a_disk_that_fills_up_loses_nothing(write, disk, undisturbed, tmp_path):
     free(folder)
     assert code == 2 and "Traceback" not in message and message.count("error: ") == 1, message
     error = message[message.index("error: ") :]
-    assert str(folder) in error and " bytes are free" in error and "the same command goes on" in error, error
+    assert (
+        str(folder) in error and " bytes are free" in error and "run the same command to continue" in error
+    ), error
     if write in ("tensors", "index", "state", "latest"):
         assert latest_checkpoint(folder / "run").name == "step_000001"
         assert not list((folder / "run" / "checkpoints").glob("*.tmp"))

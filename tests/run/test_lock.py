@@ -87,7 +87,7 @@ SINCE = "2026-01-02T03:04:05+00:00"
     ("holder", "expected"),
     [
         ({"pid": os.getpid()}, ["another run is using", "on this host, ", "stop it"]),
-        ({"pid": 2**22 - 7}, ["That process has ended, so the lock is stale", "(that file alone)"]),
+        ({"pid": 2**22 - 7}, ["That process has ended, so the lock is stale", "(only that file)"]),
         ({"host": "node17"}, ["on node17, ", "If that process no longer runs, the lock is stale: remove it"]),
         ("", ["another run is using", "does not name its process"]),
         ('{"host": 1', ["does not name its process"]),

@@ -244,7 +244,7 @@ def test_a_signal_to_one_process_stops_all_that_embed(tmp_path, monkeypatch, mom
     ended = run_processes(2, train_signalled, moment, tmp_path / "pid", *settings, log=tmp_path / "log")
     output = "".join(text for _, text in ended)
     assert [code for code, _ in ended] == [130, 130], output
-    assert output.count(f"interrupted; {kept} embeddings are kept, the same command goes on") == 1
+    assert output.count(f"interrupted; {kept} embeddings are kept; run the same command to continue") == 1
     assert not out.exists()
     encode, encoded = RandomText.encode, []
     monkeypatch.setattr(RandomText, "encode", lambda self, new: encoded.extend(new) or encode(self, new))
@@ -276,7 +276,7 @@ def test_a_signal_never_comes_between_the_processes_gathering(tmp_path):
     ]
     ended = run_processes(2, train_signalled_at_gathering, *settings, log=tmp_path / "log")
     assert [code for code, _ in ended] == [130, 130], "".join(text for _, text in ended)
-    assert "interrupted; 0 iterations are saved, the same command goes on" in ended[0][1]
+    assert "interrupted; 0 iterations are saved; run the same command to continue" in ended[0][1]
     assert writers(latest_checkpoint(tmp_path / "run")) == {0, 1}
 
 
@@ -333,7 +333,7 @@ def test_a_weight_file_is_read_shard_by_shard(tmp_path):
     with pytest.raises(ValueError, match=f"{shards[0].name} is damaged .*fetch it again"):
         load(folder)
     shards[0].unlink()
-    with pytest.raises(ValueError, match=f"names {shards[0].name}, which is not there"):
+    with pytest.raises(ValueError, match=f"names {shards[0].name}, which does not exist"):
         load(folder)
 
 

@@ -16,7 +16,7 @@ def test_a_lost_process_is_named_as_the_cause(text, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     message = lost_peer(RuntimeError(text))
     assert message.startswith("another process of this run has ended") and "(rank 1)" in message
-    assert "same command goes on" in message and "\n" not in message
+    assert "same command continues" in message and "\n" not in message
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

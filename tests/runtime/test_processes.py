@@ -30,7 +30,7 @@ def test_an_empty_variable_is_not_set(monkeypatch, text, number):
 @pytest.mark.parametrize("text", ["two", "-1", "1.5", "0x2"])
 def test_a_wrong_variable_is_named(monkeypatch, text):
     monkeypatch.setenv("RANK", text)
-    with pytest.raises(ValueError, match=r"RANK=.* is not a whole number from 0; .*unset RANK"):
+    with pytest.raises(ValueError, match=r"RANK=.* is not a whole number >= 0; .*unset RANK"):
         is_first_process()
 
 
@@ -61,7 +61,7 @@ TWO = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.
         ({"WORLD_SIZE": ""}, "with no WORLD_SIZE the processes have the numbers 0 to 0, so RANK cannot be 1"),
         ({"WORLD_SIZE": "1"}, "with WORLD_SIZE=1 the processes have the numbers 0 to 0, so RANK cannot be 1"),
         ({"WORLD_SIZE": "", "RANK": ""}, "LOCAL_RANK=1: with no WORLD_SIZE .* so LOCAL_RANK cannot be 1"),
-        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1: the number of processes on this host is above"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1: the number of processes on this host must be above"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: .* at most WORLD_SIZE"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port, 1 to 65535"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),

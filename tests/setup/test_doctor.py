@@ -31,7 +31,11 @@ def test_every_shortcoming_has_advice(monkeypatch):
 def test_the_prompts_of_the_papers_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row = next(row for row in report() if row.name == "hpsv2_train.json")
-    assert row.status == "optional" and "absent here" in row.detail and row.advice.startswith("hf download ")
+    assert (
+        row.status == "optional"
+        and "not in this folder" in row.detail
+        and row.advice.startswith("hf download ")
+    )
     (tmp_path / "hpsv2_train.json").write_text('["a cat"]')
     row = next(row for row in report() if row.name == "hpsv2_train.json")
     assert row.status == "ok" and "HPDv2" in row.detail and not row.advice

@@ -170,10 +170,10 @@ def test_no_such_repository(hub):
 
 def test_a_repository_without_a_part(hub):
     hub.drop = {"HPS_v2.1_compressed.pt"}
-    with pytest.raises(ValueError, match=r"xswu/HPSv2 on the hub holds no HPS_v2.1_compressed.pt"):
+    with pytest.raises(ValueError, match=r"xswu/HPSv2 on the hub contains no HPS_v2.1_compressed.pt"):
         needs("tiny", ["hps"])
     hub.drop = {"model_index.json"}
-    with pytest.raises(ValueError, match=r"no model_index.json.*no pipeline in diffusers layout"):
+    with pytest.raises(ValueError, match=r"no model_index.json.*not a pipeline in diffusers layout"):
         needs(FLUX, [])
 
 
@@ -281,8 +281,14 @@ def test_an_absent_prompt_file_is_named_with_its_origin(tmp_path):
     (tmp_path / "own.toml").write_text('prompts = "hpsv2_train.json"\neval_prompts = "mine.txt"\n')
     done = command(tmp_path, "own.toml", "--dry-run", HF_HUB_OFFLINE="1")
     assert done.returncode == 0
-    assert "prompts: hpsv2_train.json is not here, and is not fetched; it holds" in done.stdout
+    assert (
+        "prompts: hpsv2_train.json does not exist, and this command does not download it; it contains"
+        in done.stdout
+    )
     assert "`hf download ymhao/HPDv2 train.json" in done.stdout
-    assert "eval_prompts: mine.txt is not here, and is not fetched; give it" in done.stdout
+    assert (
+        "eval_prompts: mine.txt does not exist, and this command does not download it; give eval_prompts=FILE"
+        in done.stdout
+    )
     (tmp_path / "hpsv2_train.json").write_text('["a cat"]')
     assert "\nprompts:" not in command(tmp_path, "own.toml", "--dry-run", HF_HUB_OFFLINE="1").stdout

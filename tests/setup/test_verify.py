@@ -197,7 +197,7 @@ def test_sharded_files(model):
     first, second, third = sorted(set(weight_map.values()))
     key = next(key for key, name in weight_map.items() if name == first)
     index.write_text(json.dumps({"weight_map": weight_map | {key: second}}))
-    assert f"index.json says: {key}" in only_problem(verify(model)).detail
+    assert f"index.json lists them: {key}" in only_problem(verify(model)).detail
     index.write_text(json.dumps({"weight_map": weight_map}))
 
     whole = (index.parent / third).read_bytes()

@@ -68,12 +68,12 @@ BROKEN: dict[str, Callable] = {
         n.sound | {n.b: torch.ones(31, 2)},
         [n.layer, "(31, 2)", "(32, 32)", "do not fit"],
     ),
-    "vector": lambda n: (n.sound | {n.a: torch.ones(64)}, [n.layer, "(64,)", "no matrices"]),
+    "vector": lambda n: (n.sound | {n.a: torch.ones(64)}, [n.layer, "(64,)", "not matrices"]),
     "three dimensions": lambda n: (
         n.sound | {n.b: torch.ones(32, 2, 1)},
-        [n.layer, "(32, 2, 1)", "no matrices"],
+        [n.layer, "(32, 2, 1)", "not matrices"],
     ),
-    "scalar": lambda n: (n.sound | {n.b: torch.tensor(1.0)}, [n.layer, "B ()", "no matrices"]),
+    "scalar": lambda n: (n.sound | {n.b: torch.tensor(1.0)}, [n.layer, "B ()", "not matrices"]),
     "rank 0": lambda n: (
         n.sound | {n.a: torch.ones(0, 32), n.b: torch.ones(32, 0)},
         [n.layer, "rank 0", "at least 1"],
@@ -113,14 +113,17 @@ BROKEN: dict[str, Callable] = {
     **{
         f"alpha {value}": lambda n, v=value: (
             n.sound | {n.alpha: torch.tensor(v)},
-            [n.layer, f"alpha {v:g}", "0 or above"],
+            [n.layer, f"alpha {v:g}", "from 0 to 1e6"],
         )
         for value in (NAN, INF, -INF, -2.0)
     },
-    "alpha no scalar": lambda n: (n.sound | {n.alpha: torch.ones(2)}, [n.alpha, "(2,)", "no single number"]),
+    "alpha no scalar": lambda n: (
+        n.sound | {n.alpha: torch.ones(2)},
+        [n.alpha, "(2,)", "not a single number"],
+    ),
     "alpha of no numbers": lambda n: (
         n.sound | {n.alpha: torch.ones(0)},
-        [n.alpha, "(0,)", "no single number"],
+        [n.alpha, "(0,)", "not a single number"],
     ),
     "alpha a boolean": lambda n: (n.sound | {n.alpha: torch.tensor(True)}, [n.alpha, "is BOOL"]),
     "half unknown": lambda n: (
@@ -162,7 +165,7 @@ BROKEN: dict[str, Callable] = {
     "full differences": lambda n: (n.sound | {f"{n.layer}.diff": torch.ones(32, 32)}, ["full differences"]),
     "two names of a matrix": lambda n: (
         n.sound | {f"{n.layer}.{end}.weight": torch.ones(2, 32) for end in ("lora_A", "lora_down")},
-        ["no part of a LoRA"],
+        ["not part of a LoRA"],
     ),
     "two adapters": lambda n: (
         {

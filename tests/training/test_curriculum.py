@@ -84,7 +84,10 @@ def test_before_anything_is_measured_the_draw_is_even():
         (lambda: Singular((0, 1), num_drawn=1, draw="odd"), "unknown step_draw 'odd'"),
         (lambda: Singular((0, 1), draw="spread"), "has no effect without steps_per_iteration"),
         (lambda: Settings(steps_per_iteration=9), r"1\.\.8"),
-        (lambda: Settings(algorithm="dance_grpo", steps_per_iteration=2), "takes no steps_per_iteration"),
+        (
+            lambda: Settings(algorithm="dance_grpo", steps_per_iteration=2),
+            "has no option steps_per_iteration",
+        ),
     ],
 )
 def test_what_cannot_be_drawn(make, expected):

@@ -176,7 +176,7 @@ def test_a_run_that_is_interrupted_while_it_embeds_goes_on(settings, tmp_path, m
         stopped = CliRunner().invoke(app, words, catch_exceptions=False)
     assert stopped.exit_code == 130 and not (tmp_path / "run").exists()
     assert "embedding 5 prompts\n" in stopped.output
-    assert "interrupted; 2 embeddings are kept, the same command goes on\n" in stopped.output
+    assert "interrupted; 2 embeddings are kept; run the same command to continue\n" in stopped.output
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0 and "iteration 2/2" in done.output and "embedding 3 prompts\n" in done.output
     assert encoded[4:] == texts_of(run)[2:]

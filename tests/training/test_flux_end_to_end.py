@@ -258,15 +258,15 @@ def test_other_settings_cannot_go_on(trained, monkeypatch):
     config = (trained.out / "config.toml").read_bytes()
     _, errors = g2rpo("train", *trained.words, "lr=2e-2", "group_size=4", code=2)
     lines = [line.strip() for line in errors.splitlines()]
-    there = [line for line in lines if " there, " in line]
-    assert sorted(there) == ["group_size: 3 there, 4 given", "lr: 0.01 there, 0.02 given"]
+    differences = [line for line in lines if " stored, " in line]
+    assert sorted(differences) == ["group_size: 3 stored, 4 given", "lr: 0.01 stored, 0.02 given"]
     assert (trained.out / "config.toml").read_bytes() == config
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ("model=./nowhere", ["model='./nowhere' looks like a folder, and there is none"]),
+        ("model=./nowhere", ["model='./nowhere' looks like a folder, but there is no such folder"]),
         ("model=nowhere", ["no model folder 'nowhere'", "owner/model"]),
         ("model=no/such", ["'no/such' is neither a folder here nor a hub model", "`hf auth login`"]),
         ("resolution=18", ["resolution=18: sides must be multiples of 4 pixels, as resolution=16 would be"]),

@@ -151,7 +151,7 @@ def test_a_rollback_leaves_the_best_weights_as_the_runs(folder, hacked):
     best = max(values, key=values.get)
     out = folder / "rolled_back"
     changes = {"on_warning": "rollback", "keep_best": SWEET, "checkpoint_every": 5}
-    with pytest.raises(RunStopped, match=f"rolled back: .* opens step_{best:06d}"):
+    with pytest.raises(RunStopped, match=f"rolled back: .* now opens step_{best:06d}"):
         train(settings(folder, "rolled_back", **changes))
     assert latest_checkpoint(out).name == best_checkpoint(out).name == f"step_{best:06d}"
     with pytest.raises(RunStopped, match="rolled back"):  # the same data lead to the same end
@@ -175,7 +175,7 @@ def test_a_damaged_record_is_left_out(folder, hacked, tmp_path, caplog):
     changed.write_text(content.replace('"num_steps": ', '"num_steps": 1', 1))  # another number, still JSON
     assert changed.read_text() != content
     assert guard.check(tmp_path, 12)
-    assert "leaves out" in caplog.text and "step_000003.json" in caplog.text
+    assert "skips an evaluation" in caplog.text and "step_000003.json" in caplog.text
     assert "step_000006.json is damaged: its content differs from the checksum" in caplog.text
 
 
@@ -251,7 +251,7 @@ def guard_of(given):
         ({}, "compares verifier with held-out tiny_preference, tiny_clip, verifier_strict"),
         ({"eval_rewards": []}, "with tiny_clip of the embedded world, because no eval_rewards"),
         ({"eval_rewards": [], "eval_prompts": "FILE"}, "image statistics alone"),
-        ({"eval_every": 0, "eval_rewards": []}, "it sees the rollouts only"),
+        ({"eval_every": 0, "eval_rewards": []}, "it checks only the rollouts"),
         ({"on_warning": "stop"}, "a warning stops the run"),
     ],
 )

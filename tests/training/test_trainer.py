@@ -207,7 +207,7 @@ def weights(out):
 
 def test_other_settings_cannot_resume(run):
     run(iterations=2, stop_after=1)
-    with pytest.raises(ValueError, match="group_size: 3 there, 4 given"):
+    with pytest.raises(ValueError, match="group_size: 3 stored, 4 given"):
         run(iterations=2, group_size=4)
     with pytest.raises(ValueError, match="resume='never'"):
         run(iterations=2, resume="never")
@@ -222,7 +222,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_loaded(run, tmp_path, m
         patch.setattr("g2rpo.training.trainer.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
         with pytest.raises(ValueError, match=r"iterations=1, but .* has done 2"):
             run(iterations=1, **compared)
-        with pytest.raises(ValueError, match="eval_num_steps: 2 there, 3 given"):
+        with pytest.raises(ValueError, match="eval_num_steps: 2 stored, 3 given"):
             run(iterations=3, eval_num_steps=3, **compared)
         patch.setenv("WORLD_SIZE", "3")
         with pytest.raises(ValueError, match=r"prompts_per_iteration=2 .* evenly among 3 processes"):
@@ -297,7 +297,7 @@ def test_an_interrupt_leaves_a_checkpoint_that_goes_on(run, tmp_path, cache, whe
     process.send_signal(signal.SIGINT if when == "rollout" else signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    assert "the same command goes on" in output
+    assert "run the same command to continue" in output
     saved = latest_checkpoint(tmp_path / "parts")
     assert saved is not None and len(read_metrics(metrics)) == int(saved.name[-6:])
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=quiet())

@@ -79,7 +79,7 @@ def test_a_run_without_checkpoint_shows_its_base(shown, run, tmp_path):
     (copy / "latest").unlink(missing_ok=True)
     context = shown(copy)
     assert list(context.models) == ["tiny"] and list(context.runs) == ["new"]
-    assert "holds no checkpoint yet" in context.notes[0]
+    assert "contains no checkpoint yet" in context.notes[0]
 
 
 @pytest.mark.parametrize("content", ["not toml [", 'model = "tiny"\nno_such_key = 1\n', ""])

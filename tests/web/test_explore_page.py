@@ -151,7 +151,7 @@ def test_a_job_reports_forwards_and_stops_when_it_is_closed(context):
         ({"seed": "<script>"}, "give a number"),
         ({"noise_steps": None}, "give 1 to 6"),
         ({"noise_steps": ["x"]}, "give a number"),
-        ({"granularities": [10**12]}, "lies in 1 to 3"),
+        ({"granularities": [10**12]}, "it must be from 1 to 3"),
         ({"sampling": None}, "singular, path"),
     ],
 )

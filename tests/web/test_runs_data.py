@@ -99,8 +99,8 @@ def test_a_new_line_changes_the_fingerprint(tmp_path):
         ("config.toml", b"rewards = 3\niterations = 'x'\n", ""),
         ("metrics.jsonl", b"{}\n", "metrics"),
         ("metrics.jsonl", b"not json\n{}\n", "metrics"),
-        ("metrics.jsonl", b'{"step": 1, "nfe": "x", "seconds": "y"}\n', "nfe of iteration 1 is no number"),
-        ("metrics.jsonl", b'{"step": 1, "eval/e": [1]}\n', "eval/e of iteration 1 is no number"),
+        ("metrics.jsonl", b'{"step": 1, "nfe": "x", "seconds": "y"}\n', "nfe of iteration 1 is not a number"),
+        ("metrics.jsonl", b'{"step": 1, "eval/e": [1]}\n', "eval/e of iteration 1 is not a number"),
         ("metrics.jsonl", b'{"step": 1, "nfe": 5, "loss": NaN, "grad_norm": NaN}\n', ""),
         ("groups.jsonl", b'{"step": 1}\n[]\n', ""),
         ("warnings.jsonl", b"[]\n", ""),
@@ -155,7 +155,7 @@ def test_a_process_that_only_has_the_number_of_the_run_is_left_alone(tmp_path):
         assert run_state(read_view("run", folder).record).kind == "stopped"
         with pytest.raises(ValueError, match="does not hold the lock"):
             stop_run(folder, bystander.pid, "2026-01-01T00:00:00+00:00")
-        with pytest.raises(ValueError, match="no longer at work in that process"):
+        with pytest.raises(ValueError, match="that process no longer runs this run"):
             stop_run(folder, bystander.pid + 1, "2026-01-01T00:00:00+00:00")
         assert bystander.poll() is None
     finally:

@@ -131,7 +131,7 @@ def test_without_runs_the_page_says_how_to_make_one(tmp_path, monkeypatch):
 
 def test_a_stop_needs_a_run_at_work_and_a_confirmation(context, folder, monkeypatch):
     handlers = RunsHandlers(context)
-    for name, message in (("a", "not at work"), ("x", "no run"), (None, "no run"), ("../b", "no run")):
+    for name, message in (("a", "not running"), ("x", "no run"), (None, "no run"), ("../b", "no run")):
         with pytest.raises(gr.Error, match=message):
             handlers.ask(name)
     with pytest.raises(gr.Error, match="first"):

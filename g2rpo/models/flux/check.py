@@ -49,9 +49,9 @@ def check_configs(files: ModelFiles, options: PolicyOptions) -> None:
     distilled = bool(config.get("guidance_embeds", False))
     if options.true_cfg != 1 and distilled and options.guidance > MAX_GUIDANCE_WITH_CFG:
         raise ValueError(
-            f"true_cfg={options.true_cfg:g} and guidance={options.guidance:g} on {files.name}, which is "
-            f"distilled for guidance: its images would be guided twice: set true_cfg=1, or guidance to at "
-            f"most {MAX_GUIDANCE_WITH_CFG}"
+            f"true_cfg={options.true_cfg:g} and guidance={options.guidance:g}: images of {files.name}, which "
+            "is distilled for guidance, would be guided twice; set true_cfg=1, or guidance to at most "
+            f"{MAX_GUIDANCE_WITH_CFG}"
         )
 
 

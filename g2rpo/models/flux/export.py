@@ -52,8 +52,8 @@ def usage(export: Export) -> list[str]:
     file = COMFYUI_LORA_FILE if kind == "comfyui" else SINGLE_FILE
     if kind in ("comfyui", "single_file") and width != FLUX_WIDTH:
         return [
-            f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's is "
-            f"{width}, so this reads it:",
+            f"ComfyUI and diffusers' single-file loaders expect FLUX.1's width {FLUX_WIDTH}; this model's "
+            f"width is {width}, so use this command:",
             "",
             "```sh",
             f'g2rpo sample "THIS FOLDER/{file}" --base {model} --prompt "…"',

@@ -146,7 +146,9 @@ def to_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict
         if len(given[key]) != count
     ]
     if wrong:
-        raise ValueError(f"not this FLUX's widths ({len(wrong)} differences: {'; '.join(wrong[:3])}, …)")
+        raise ValueError(
+            f"its widths are not those of this FLUX ({len(wrong)} differences: {'; '.join(wrong[:3])}, …)"
+        )
     return {key: source.read(given[source.key]) for key, source in expected.items()}
 
 
@@ -208,4 +210,6 @@ def _check_keys(given: Iterable[str], expected: Iterable[str]) -> None:
     problems = [f"{key} missing" for key in sorted(expected - given)]
     problems += [f"{key} unknown" for key in sorted(given - expected)]
     if problems:
-        raise ValueError(f"not this FLUX's keys ({len(problems)} differences: {'; '.join(problems[:3])}, …)")
+        raise ValueError(
+            f"its keys are not those of this FLUX ({len(problems)} differences: {'; '.join(problems[:3])}, …)"
+        )

@@ -122,7 +122,7 @@ def file_note(path: Path) -> str:
     if path.is_file():
         kind = file_kind(path)
     elif path.is_symlink() and not path.exists():
-        kind = f"a link to {os.readlink(path)}, which leads nowhere"
+        kind = f"a link to {os.readlink(path)}, which does not exist"
     else:
         kind = "a pipe or a device, not a file" if path.exists() and not path.is_dir() else None
     return "" if kind is None else f"; this is {kind}"
@@ -232,8 +232,8 @@ def _header_damage(path: Path, size: int) -> str:
         length = int.from_bytes(stream.read(8), "little")
         if length > MAX_HEADER:
             return (
-                f"its first 8 bytes give a header of {length:,} bytes (allowed: {MAX_HEADER:,}), so it is no "
-                "safetensors file, or its beginning was overwritten"
+                f"its first 8 bytes give a header of {length:,} bytes (allowed: {MAX_HEADER:,}), so it is "
+                "not a safetensors file, or its beginning was overwritten"
             )
         if length > size - 8:
             return f"cut off in its header: {size:,} of more than {8 + length:,} bytes"
@@ -261,7 +261,7 @@ def _entry_problems(entries: Mapping[str, Any], begin: int, size: int) -> Iterat
     for key, entry in entries.items():
         if key == "__metadata__":
             if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
-                yield "the metadata in its header is no object of texts"
+                yield "the metadata in its header is not an object of texts"
             continue
         try:
             start, end = (int(offset) for offset in entry["data_offsets"])

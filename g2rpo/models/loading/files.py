@@ -57,12 +57,12 @@ def _checked(folder: Path) -> Path:
         )
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{folder} is a folder of PEFT (adapter_config.json), which holds adapters and no model; give it "
-            "as the model, and the model that it belongs to as its base (--base)"
+            f"{folder} is a folder of PEFT (adapter_config.json), which contains adapters and no model; give "
+            "it as the model, and its base model with --base"
         )
     if not (folder / "model_index.json").is_file():
         raise ValueError(
-            f"{folder} holds no model_index.json; a model is a folder in diffusers layout "
+            f"{folder} contains no model_index.json; a model is a folder in diffusers layout "
             "(model_index.json beside transformer/, vae/, text_encoder/ …), as `g2rpo export` writes it"
         )
     _check_no_code(folder)
@@ -86,9 +86,9 @@ def _check_no_code(folder: Path) -> None:
             own += [f"{part} {entry!r}" for part, entry in content.items() if _is_own(folder, part, entry)]
         if own:
             raise ValueError(
-                f"{file} names code of its own ({'; '.join(own)[:200]}); none of it was run. g2rpo builds "
-                "models only from classes of diffusers and transformers: remove the entry if the model needs "
-                "no code, or use another model"
+                f"{file} refers to code of its own ({'; '.join(own)[:200]}); none of it was run. g2rpo "
+                "builds models only from classes of diffusers and transformers: remove the entry if the "
+                "model needs no code, or use another model"
             )
 
 

@@ -50,8 +50,9 @@ def check_part(folder: Path) -> None:
     )
     if pickles and not files:
         raise ValueError(
-            f"{folder} holds no weights in safetensors, only {', '.join(pickles[:3])}: a pickle, which can "
-            "contain code and is not read; save the model as safetensors (save_pretrained of its library)"
+            f"{folder} contains no weights in safetensors, only {', '.join(pickles[:3])}, a pickle, which "
+            "can contain code and is not read; save the model as safetensors (save_pretrained of its "
+            "library)"
         )
 
 
@@ -82,7 +83,7 @@ def load_module(kind: Any, folder: Path, **options: Any) -> Any:
     problems += [f"{key} has another shape" for key in sorted(map(str, report.get("mismatched_keys") or ()))]
     if problems:
         raise ValueError(
-            f"{folder} lacks weights of its config.json ({len(problems)} differences: "
+            f"{folder} lacks weights that its config.json requires ({len(problems)} differences: "
             f"{'; '.join(problems[:3])}{', …' if len(problems) > 3 else ''}); fetch the model again"
         )
     return module

@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return index_files(index)
     if not (folder / name).is_file():
         raise ValueError(
-            f"{folder} holds no {name} (nor an index of several){other_files(folder)}; fetch it again"
+            f"{folder} contains no {name} (nor an index of several){other_files(folder)}; fetch it again"
         )
     return dict.fromkeys(meta_tensors(folder / name), folder / name)
 
@@ -58,7 +58,7 @@ def index_files(index: Path) -> dict[str, Path]:
     """
     files = {key: index.parent / name for key, name in index_names(index).items()}
     if missing := sorted({file for file in files.values() if not file.is_file()}):
-        raise ValueError(f"{index} names {missing[0].name}, which is not there; fetch the model again")
+        raise ValueError(f"{index} names {missing[0].name}, which does not exist; fetch the model again")
     return files
 
 
@@ -123,7 +123,7 @@ def read_header(path: Path) -> Header:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():  # opening a named pipe would wait for ever
-        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is not there")
+        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
     if not os.access(path, os.R_OK):  # safetensors would say that it is not there
         raise ValueError(f"{path} cannot be read (Permission denied)")
     try:
@@ -205,8 +205,8 @@ def check_dtypes(locations: Locations) -> None:
     )
     if wrong:
         raise ValueError(
-            f"{len(wrong)} tensors hold no floating-point numbers: {'; '.join(wrong[:3])}; allowed are "
-            f"{', '.join(FLOATS)}: g2rpo reads no quantised weights, use the file before quantisation"
+            f"{len(wrong)} tensors do not hold floating-point numbers: {'; '.join(wrong[:3])}; allowed are "
+            f"{', '.join(FLOATS)}: g2rpo does not read quantised weights, use the unquantised file"
         )
 
 

@@ -90,9 +90,9 @@ def _check_transformer(name: str, config: Mapping[str, Any], options: PolicyOpti
     if config.get("guidance_embeds"):
         if options.true_cfg != 1:
             raise ValueError(
-                f"true_cfg={options.true_cfg:g} on {name}, which is distilled for guidance "
-                "(guidance_embeds in its transformer's config.json): its images would be guided twice; set "
-                "true_cfg=1, or use the base model"
+                f"true_cfg={options.true_cfg:g}: images of {name}, which is distilled for guidance "
+                "(guidance_embeds in its transformer's config.json), would be guided twice; set true_cfg=1, "
+                "or use the base model"
             )
         raise ValueError(
             f"{name} is distilled for guidance (guidance_embeds in its transformer's config.json), and "

@@ -28,8 +28,8 @@ def unpack(x: Tensor, grid: tuple[int, int]) -> Tensor:
     rows, columns = grid
     if rows * columns != tokens or channels % 4:
         raise ValueError(
-            f"{tokens} tokens of {channels} channels are no packed latent of {rows} x {columns} tokens; give "
-            "that number of tokens and a multiple of 4 channels"
+            f"{tokens} tokens of {channels} channels are not a packed latent of {rows} x {columns} tokens; "
+            "give that number of tokens and a multiple of 4 channels"
         )
     x = x.reshape(n, rows, columns, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return x.reshape(n, channels // 4, 2 * rows, 2 * columns)

@@ -34,7 +34,7 @@ ALPHA_DTYPES = (*FLOATS, "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
 """Allowed dtypes of alpha."""
 
 FETCH_AGAIN = "fetch or export the file again"
-WRONG_MODEL = "it is of another architecture or layout; name the model it belongs to with --base"
+WRONG_MODEL = "it is of another architecture or layout; give the model that it belongs to with --base"
 
 LayerShapes = Mapping[str, tuple[int, ...]]
 """diffusers' name of each linear layer of a network -> shape (out, in) of its weight."""
@@ -299,11 +299,11 @@ def _header_problems(
     layers, unrecognised = split({key: key for key in header if key not in ignored})
     if unrecognised:
         description = (
-            f"{len(unrecognised)} of {len(header)} keys are no part of a LoRA: {shorten(unrecognised)}"
+            f"{len(unrecognised)} of {len(header)} keys are not part of a LoRA: {shorten(unrecognised)}"
         )
         problems.append(Problem(description, f"g2rpo reads {LAYOUTS}"))
     if len(names := adapter_names(header)) > 1:
-        description = f"it holds {len(names)} adapters: {shorten(names)}"
+        description = f"it contains {len(names)} adapters: {shorten(names)}"
         problems.append(
             Problem(description, "a file must contain one LoRA; save each into a file of its own")
         )
@@ -372,7 +372,7 @@ def _dtype_problems(layers: Mapping[str, Mapping[str, str]], header: Header) -> 
     return _problem(
         wrong,
         "tensors of a dtype that is not allowed",
-        f"allowed are {', '.join(FLOATS)}; convert the file to BF16, or use it before quantisation",
+        f"allowed are {', '.join(FLOATS)}; convert the file to BF16, or use the unquantised file",
     )
 
 
@@ -396,11 +396,11 @@ def _shape_problems(
             alphas.append(f"{parts['alpha']} {alpha}")
     fit = "A is [rank, in] and B [out, rank] for a weight [out, in]"
     return [
-        *_problem(not_2d, "adapters that are no matrices", f"{fit}; {FETCH_AGAIN}"),
+        *_problem(not_2d, "adapters that are not matrices", f"{fit}; {FETCH_AGAIN}"),
         *_problem(empty, "adapters of rank 0", f"the rank is at least 1; {FETCH_AGAIN}"),
         *_problem(ranks, "pairs of A and B with different ranks", f"{fit}; {FETCH_AGAIN}"),
         *_problem(widths, "shapes that do not fit", f"{fit}; {WRONG_MODEL}"),
         *_problem(
-            alphas, "alphas that are no single number", f"alpha is one number per layer; {FETCH_AGAIN}"
+            alphas, "alphas that are not a single number", f"alpha is one number per layer; {FETCH_AGAIN}"
         ),
     ]

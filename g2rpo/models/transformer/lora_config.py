@@ -40,7 +40,7 @@ _OTHER_METHODS = {
     "lora_bias": "biases of adapters",
     "modules_to_save": "weights that were trained fully",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "adapters of parameters that are no layers",
+    "target_parameters": "adapters of parameters that are not layers",
     "fan_in_fan_out": "transposed weights",
     "megatron_config": "layers of Megatron",
 }
@@ -73,8 +73,8 @@ class Configuration:
         if not self.expected or num_alphas:
             return ""
         return (
-            f"its keys are PEFT's, and {PEFT_CONFIG}, which states alpha, is not beside it; alpha is taken "
-            "as the rank, a scale of 1"
+            f"its keys are PEFT's, and {PEFT_CONFIG}, which states alpha, is not beside it; alpha is assumed "
+            "to equal the rank, a scale of 1"
         )
 
 
@@ -107,7 +107,7 @@ def _read(text: str, name: str, where: str, defaults: Mapping[str, Any] | None =
     except (ValueError, RecursionError) as error:
         return Configuration(problems=((f"{name} is not valid JSON ({error})", advice),))
     if not isinstance(values, dict):
-        return Configuration(problems=((f"{name} is no JSON object, but a {type(values).__name__}", advice),))
+        return Configuration(problems=((f"{name} is a {type(values).__name__}, not a JSON object", advice),))
     own = {key.removeprefix("transformer."): v for key, v in values.items() if key.startswith("transformer.")}
     values = {**(defaults or {}), **(own or values)}
     problems = tuple((description, _ADVICE) for description in _unsupported(values, where))

@@ -30,7 +30,7 @@ _MOST_REPEATS = 3
 """A pattern comes from the file: nested repeats take exponential time, and n of them time like length^n."""
 
 _ADVICE = (
-    "alpha must be one finite number, 0 or above and at most 1e6, and the metadata's ranks those of the "
+    "alpha must be one finite number from 0 to 1e6, and the ranks in the metadata must be those of the "
     "tensors; export the file again"
 )
 
@@ -103,7 +103,7 @@ def _of_module(described: Configuration, patterns: str, default: str, names: Seq
     where = described.where
     by_pattern = described.values.get(patterns) or {}
     if not isinstance(by_pattern, dict):
-        raise ValueError(f"{patterns} in {where} is no JSON object, but {by_pattern!r}")
+        raise ValueError(f"{patterns} in {where} is {by_pattern!r}, not a JSON object")
     for pattern, value in by_pattern.items():
         if _UNBOUNDED.search(pattern) or len(_REPEATS.findall(pattern)) > _MOST_REPEATS:
             raise ValueError(

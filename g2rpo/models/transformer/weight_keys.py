@@ -20,16 +20,15 @@ _QUANTISED = (
     ),
     (
         r"\.comfy_quant$",
-        "quantised weights of ComfyUI ({keys}), which g2rpo does not read; use the file before quantisation",
+        "quantised weights of ComfyUI ({keys}), which g2rpo does not read; use the unquantised file",
     ),
     (
         r"\.(absmax|quant_map|nested_absmax|nested_quant_map)$|\.quant_state\.|\.SCB$",
-        "weights quantised by bitsandbytes ({keys}), which g2rpo does not read; use the file before "
-        "quantisation",
+        "weights quantised by bitsandbytes ({keys}), which g2rpo does not read; use the unquantised file",
     ),
     (
         r"\.(qweight|qzeros|wscales|g_idx|smooth_factor)$",
-        "quantised weights ({keys}), which g2rpo does not read; use the file before quantisation",
+        "quantised weights ({keys}), which g2rpo does not read; use the unquantised file",
     ),
 )
 

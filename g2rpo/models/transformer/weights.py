@@ -202,8 +202,8 @@ def _files(architecture: Architecture, path: Path) -> dict[str, Path]:
         kind = read_json(folder / "config.json").get("_class_name", architecture.network)
         if kind != architecture.network:
             raise ValueError(
-                f"{path} does not fit this model: it holds a {kind}, and this model's transformer is a "
-                f"{architecture.network}; give weights of that class, or name the model they belong to"
+                f"{path} does not fit this model: it contains a {kind}, but this model's transformer is a "
+                f"{architecture.network}; give weights of that class, or the model that they belong to"
             )
         return weight_files(folder)
     if path.suffix == ".safetensors" and path.is_file():

@@ -180,7 +180,7 @@ def meta_network(file: Path, state: Mapping[str, Tensor], heads: Heads = None) -
     """
     if missing := [key for key in (*_VISION.values(), *_TEXT.values()) if key not in state]:
         raise ValueError(
-            f"{file} is no ImageReward: it lacks {layouts.first_few(missing)}; its keys are "
+            f"{file} is not an ImageReward network: it lacks {layouts.first_few(missing)}; its keys are "
             f"{layouts.first_few(sorted(state))}"
         )
     vision_shapes, text_shapes = (

@@ -159,9 +159,11 @@ def _openclip_config(file: Path) -> dict[str, Any]:
             model["text_cfg"][key] for key in ("context_length", "vocab_size", "width", "heads", "layers")
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} describes no CLIP of two plain transformers (missing: {error})") from error
+        raise ValueError(
+            f"{file} does not describe a CLIP of two plain transformers (missing: {error})"
+        ) from error
     if not all(isinstance(number, int) and number > 0 for number in sizes):
-        raise ValueError(f"{file} describes no CLIP of two plain transformers: sizes {sizes}")
+        raise ValueError(f"{file} does not describe a CLIP of two plain transformers: sizes {sizes}")
     for key, ours in (("mean", MEAN), ("std", STD)):
         if key in preparation and not all(map(math.isclose, preparation[key], ours)):
             raise ValueError(
@@ -196,7 +198,7 @@ def _config_from_shapes(
         "positional_embedding",
     )
     if missing := [key for key in needed if key not in state or state[key].ndim < 2]:
-        raise ValueError(f"{file} is no complete CLIP in OpenCLIP's layout; it lacks {', '.join(missing)}")
+        raise ValueError(f"{file} is not a complete CLIP in OpenCLIP's layout; it lacks {', '.join(missing)}")
     conv, tokens = state["visual.conv1.weight"], state["token_embedding.weight"]
     width, text_width = conv.shape[0], tokens.shape[1]
     side = math.isqrt(state["visual.positional_embedding"].shape[0] - 1)

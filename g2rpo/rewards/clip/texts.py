@@ -132,4 +132,6 @@ def has_tokenizer(folder: Path, *sets: tuple[str, ...]) -> bool:
 def _check_tokenizer_folder(folder: Path, *sets: tuple[str, ...]) -> None:
     if not has_tokenizer(folder, *sets):
         files = " or ".join(" with ".join(names) for names in sets)
-        raise ValueError(f"{folder} holds no tokenizer ({files}); give a folder with one (tokenizer=FOLDER)")
+        raise ValueError(
+            f"{folder} contains no tokenizer ({files}); give a folder with one (tokenizer=FOLDER)"
+        )

@@ -56,7 +56,7 @@ class Http:
 
     def describe(self) -> str:
         """Names the servers in one line, for the log. Evaluations store this text and compare it."""
-        return f"http: {', '.join(self.servers.urls)}, {self.batch} pictures a request"
+        return f"http: {', '.join(self.servers.urls)}, {self.batch} images per request"
 
 
 def read_scores(answer: Any, n: int) -> list[float | Failure]:

@@ -102,8 +102,8 @@ def addresses(reward: str, option: str, urls: Any) -> list[str]:
             valid = False
         if not valid or parts.query or parts.fragment:
             raise ValueError(
-                f"reward {reward}: {option} has {_without_query(url)!r}, which is no http address"
-                f"{' (a query or fragment is not allowed)' if valid else ''}; use {example}"
+                f"reward {reward}: {option} has {_without_query(url)!r}, which is not an http "
+                f"address{' (a query or fragment is not allowed)' if valid else ''}; use {example}"
             )
         if parts.username or parts.password:
             raise ValueError(
@@ -139,7 +139,7 @@ def plain_headers(reward: str, headers: Mapping[str, str] | None) -> dict[str, s
     checked: dict[str, str] = {}
     for name, value in (headers or {}).items():
         if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
-            raise ValueError(f"reward {reward}: headers: {name!r} is no name of a header")
+            raise ValueError(f"reward {reward}: headers: {name!r} is not the name of a header")
         where = f"reward {reward}: headers.{name}"
         if not isinstance(value, str):
             raise ValueError(f"{where} is a {type(value).__name__}, and must be an ASCII string")
@@ -174,7 +174,7 @@ def bearer(reward: str, variable: str | None) -> dict[str, str]:
         )
     if not token.isascii() or not token.isprintable():
         raise ValueError(
-            f"reward {reward}: the environment variable {variable} (api_key_env) holds characters that a "
+            f"reward {reward}: the environment variable {variable} (api_key_env) contains characters that a "
             "header cannot carry; it must be one line of ASCII text"
         )
     remember_secret(token)

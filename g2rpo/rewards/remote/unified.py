@@ -137,7 +137,7 @@ class Unified:
         except (KeyError, IndexError, TypeError, AttributeError):
             text, truncated = None, False
         if not isinstance(text, str):
-            return Failure("the answer is no chat completion with text", str(answer)[:200])
+            return Failure("the answer is not a chat completion with text", str(answer)[:200])
         if truncated:  # the last line, possibly a number, is incomplete
             text = text.rpartition("\n")[0]
         scores = {axis: parse(text, axis) for axis in self.axes}
