@@ -42,9 +42,7 @@ def _record(file: Path) -> dict[str, Any] | None:
     try:
         return read_record(file) if file.is_file() else {}
     except DamagedFile as error:
-        warn_once(
-            f"{error}; its mean is taken from metrics.jsonl, assuming that it is of the same prompts and seeds"
-        )
+        warn_once(f"{error}; its mean is taken from metrics.jsonl, assuming the same prompts and seeds")
         return None
 
 

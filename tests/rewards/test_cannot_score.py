@@ -72,8 +72,8 @@ def test_it_is_found_before_the_model_is_loaded(tmp_path, monkeypatch, reward):
     prompts = ["a cat", "a red circle", "a dog"]
     number = {"verifier": 2, "geneval": 3}[reward]
     message = (
-        rf"reward '{reward}' cannot score {number} of the 3 prompts of .*mine.json, such as 'a cat': .*At most "
-        rf"10% of the samples may have no score \(max_invalid_fraction\).*rewards.{reward}=none removes"
+        rf"reward '{reward}' cannot score {number} of the 3 prompts of .*mine.json, such as 'a cat': .*At "
+        rf"most 10% of the samples may have no score \(max_invalid_fraction\).*rewards.{reward}=none removes"
     )
     with pytest.raises(ValueError, match=message):
         g2rpo.train("tiny", **settings(tmp_path, prompts, rewards={reward: 1.0}, iterations=3))
