@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from faults.outcomes import NOT_REACHED, Outcome, write_report
+from faults.outcomes import NOT_REACHED, Outcome, merge_reports, write_report
 from faults.runs import Cases, World, undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,10 @@ COUNTS = {  # section -> cases of the long form, of the short form
 
 def main() -> int:
     arguments = _parse()
+    if arguments.merge:
+        outcomes, facts = merge_reports(arguments.merge)
+        print(f"the report is {write_report(arguments.out, outcomes, facts, SECTIONS)}")
+        return 1 if facts["failures"] else 0
     if "FAULTS_SHIM" not in os.environ:
         _with_shim()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # folders and mounts are removed
@@ -51,7 +55,7 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="g2rpo-faults-", dir=_scratch()))
     _import_everything()
     world = World(arguments.seed, work)
-    outcomes: list[Outcome] = []
+    outcomes = []
     try:
         _run_all(arguments, world, outcomes, began)
     finally:
@@ -84,6 +88,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="cases at once")
     parser.add_argument("--minutes", type=float, default=120.0, help="no case begins after this time")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "faults", help="folder of the report")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", help="run nothing; join these report.json of parts of a campaign"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of all cases")
     arguments = parser.parse_args()
     arguments.keep = arguments.keep or bool(arguments.only)

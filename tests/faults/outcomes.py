@@ -150,7 +150,7 @@ def write_report(
         lines.append("")
     command = f"python -m tests.faults{' --short' if facts['form'] == 'short' else ''}"
     failed = [one for one in outcomes if not one.ok]
-    lines += ["## Failures", ""]
+    lines += ["## Failures, and cases whose fault did not occur (not reached)", ""]
     lines += [] if failed else ["None."]
     for one in failed:
         lines += [
@@ -160,6 +160,43 @@ def write_report(
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def merge_reports(reports: Sequence[Path]) -> tuple[list[Outcome], dict[str, object]]:
+    """Joins reports of parts of one campaign, which may have been made at different times.
+
+    Args:
+        reports: files `report.json`; of a case that several of them have, the last one counts.
+
+    Returns:
+        The outcomes, and the facts for `write_report`, with the sections that each commit was tested by.
+
+    Raises:
+        ValueError: the reports are of campaigns with different seeds or forms, whose cases differ.
+    """
+    contents = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+    for name in ("seed", "form"):
+        if len(values := {content["facts"][name] for content in contents}) > 1:
+            raise ValueError(f"the reports have different values of {name}: {sorted(map(str, values))}")
+    source = {
+        one["case"]: (number, one) for number, content in enumerate(contents) for one in content["outcomes"]
+    }
+    outcomes = [Outcome(**one) for _, one in source.values()]
+    parts = []
+    for number, content in enumerate(contents):
+        cases = Counter(case.partition(":")[0] for case, (origin, _) in source.items() if origin == number)
+        counted = ", ".join(f"{n} {name}" for name, n in cases.items())
+        parts.append(f"{content['facts']['commit']} ({counted})")
+    facts: dict[str, object] = {
+        "commit": "; ".join(parts),
+        "form": contents[0]["facts"]["form"],
+        "seed": contents[0]["facts"]["seed"],
+        "cases": len(outcomes),
+        "failures": sum(not one.ok and one.verdict != NOT_REACHED for one in outcomes),
+        "seconds": sum(content["facts"]["seconds"] for content in contents),
+        "machine": "; ".join(dict.fromkeys(content["facts"]["machine"] for content in contents)),
+    }
+    return outcomes, facts
 
 
 def _row(name: str, outcomes: Sequence[Outcome], verdicts: Sequence[str]) -> str:
