@@ -19,7 +19,7 @@ def report(
 
     \b
     Examples:
-      g2rpo report runs/demo
+      g2rpo report runs/tiny
     """
     from g2rpo.report.page import write_report
 

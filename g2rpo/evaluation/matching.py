@@ -120,7 +120,7 @@ def _matched(folder: Path, prompts: str | None, mapping: str | None) -> Matched:
     if prompts is not None:
         return Matched(_by_order(folder, names, others, prompts), prompts, notes)
     items, mixed = _by_their_text(folder, names)
-    return Matched(items, "the pictures' own", notes + mixed)
+    return Matched(items, "those in the images", notes + mixed)
 
 
 def _image_names(folder: Path) -> tuple[list[str], list[str], list[str]]:

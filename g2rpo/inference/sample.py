@@ -395,7 +395,8 @@ def sample_to_folder(
     def sample(folder: Path, segments: list[Segment], info: dict[str, Any]) -> Tensor:
         images = _finite(request.images_by(segments), info["model"])
         *_, grid_file = write_samples(folder, images, request, {**info, **conditions})
-        say(f"{len(images)} images by {info['model']}: {folder / '0000.png'} …, together in {grid_file}")
+        count = f"{len(images)} image{'s' * (len(images) != 1)}"
+        say(f"{count} by {info['model']}: {folder / '0000.png'} …, together in {grid_file}")
         gc.collect()  # see sample_segments
         return images
 

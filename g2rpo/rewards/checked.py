@@ -183,7 +183,11 @@ class CheckedReward:
         # Of a tensor from torch.inference_mode, autograd would refuse to save what is computed from it.
         return scores.clone() if scores.is_inference() else scores
 
-    def cannot_score(self, prompts: Sequence[str], metadata: Metadata) -> list[str | None]:
+    def cannot_score(self, prompt: str, metadata: Mapping[str, Any] | None = None) -> str | None:
+        """Returns why no image of this prompt would get a score, as far as the reward says so, or None."""
+        return self.unscorable([prompt], [dict(metadata or {})])[0]
+
+    def unscorable(self, prompts: Sequence[str], metadata: Metadata) -> list[str | None]:
         """Asks the reward's own method `cannot_score(prompt, metadata)`, if it has one, about each prompt.
 
         Returns:

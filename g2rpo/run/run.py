@@ -138,7 +138,7 @@ def describe_run(
     processes = f" on {world_size()} processes" if world_size() > 1 else ""
     weights = f" with {settings.weights}" if settings.weights else ""
     resumed = f"from iteration {step} on, " if step else ""
-    warning = f"\n{text}" if (text := coarse_tails_warning(plan)) else ""
+    warning = f"\nwarning: {text}" if (text := coarse_tails_warning(plan)) else ""
     return (
         f"{settings.algorithm} on {settings.model}{weights}: {what} ({count / 1e6:.1f} M){processes}, "
         f"{settings.prompts_per_iteration} prompts x {nfe} forwards per iteration, {resumed}"

@@ -66,7 +66,7 @@ def check_prompts(rewards: Mapping[str, CheckedReward], settings: Settings, prom
     count = Counter(prompt.index for prompt in trained)  # how often the run trains on each
     distinct = list({prompt.index: prompt for prompt in trained}.values())
     for name in settings.rewards:
-        reasons = rewards[name].cannot_score(
+        reasons = rewards[name].unscorable(
             [prompt.text for prompt in distinct], [prompt.metadata for prompt in distinct]
         )
         refused = [(prompt, why) for prompt, why in zip(distinct, reasons, strict=True) if why is not None]

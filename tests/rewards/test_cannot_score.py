@@ -37,7 +37,9 @@ CIRCLE = {"include": [{"class": "circle"}]}
     ],
 )
 def test_what_a_reward_says_of_a_prompt(reward, prompt, metadata, reason):
-    (says,) = CheckedReward("name", reward).cannot_score([prompt], [metadata])
+    checked = CheckedReward("name", reward)
+    (says,) = CheckedReward("its name", checked).unscorable([prompt], [metadata])
+    assert says == checked.cannot_score(prompt, metadata)
     assert says == reason if reason is None else reason in says
 
 

@@ -270,7 +270,9 @@ def test_half_an_update_is_not_a_checkpoint(run, tmp_path, monkeypatch, broken_s
         return torch.tensor(torch.nan) if len(calls) == 2 + broken_step else calls[-1]
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
-    expected = rf"iteration 3: .* is nan at optimizer step {broken_step} of 2\. .*{saved}.*another out=FOLDER"
+    expected = (
+        rf"iteration 3: .* is nan at optimizer step {broken_step} of 2\. .*{saved}.*a new run \(out=FOLDER\)"
+    )
     with pytest.raises(RunStopped, match=expected):
         run(**settings)
     assert latest_checkpoint(tmp_path / "run").name == saved
