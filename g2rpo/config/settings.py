@@ -146,8 +146,8 @@ class Settings(BaseModel):
     group_size: Annotated[int, Field(ge=2)] = 12
     """G: number of images of one prompt that are compared with each other. The cost grows with it."""
     noise: Literal["independent", "antithetic", "orthogonal"] = "independent"
-    """Dependence between the noise of a group's members. The noise of each member is standard normal in any
-    case."""
+    """Dependence between the noise of a group's members: independent; antithetic, in pairs of +e and -e; or
+    orthogonal, in orthogonal directions. The noise of each member alone is standard normal in all cases."""
     prompts: Text = "world:train"
     """Training prompts: a txt, json, jsonl, csv or parquet file, or world:NAME of the embedded world."""
     prompts_per_iteration: Count = 4

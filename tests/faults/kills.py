@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ WAYS = (*SIGNALS, *(f"{name} twice" for name in ("SIGINT", "SIGTERM", "SIGUSR1")
 KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 
-def moment(draw: Any, trace: dict[str, Any], phase: str, action: str = "kill") -> Trigger:
+def moment(draw: Any, trace: Mapping[str, Any], phase: str, action: str = "kill") -> Trigger:
     """A random moment of a phase: before a call, a little after one, or before a change of a file."""
     changes = [change for change in trace["changes"] if change[0] == phase]
     how = draw.choice(["call", "later", "file"] if changes and action == "kill" else ["call", "later"])
@@ -165,9 +165,11 @@ def rank_cases(world: World, count: int, sizes: tuple[int, ...] = (2, 4)) -> Cas
 def _lost_rank(folder: Path, world: World, name: str, size: int) -> Case:
     draw = world.random(name)
     prepare(folder)
-    phase = draw.choice(["first images", "rollout", "scoring", "update", "checkpoint", "evaluation"])
-    trigger = moment(draw, world.traces[size], phase)
     killed = draw.randrange(size)
+    trace = world.rank_traces[size][killed]  # what the first process alone does is no moment of another
+    phases = ["first images", "rollout", "scoring", "update", "checkpoint", "evaluation"]
+    phase = draw.choice([name for name in phases if trace["calls"].get(name)])
+    trigger = moment(draw, trace, phase)
     kind = f"one of {size} processes"
     results: list[Result] = yield jobs_of(folder, size, killed, trigger)
     victim, peers = results[killed], [r for rank, r in enumerate(results) if rank != killed]

@@ -110,6 +110,7 @@ class World:
     Attributes:
         references: number of processes -> fingerprint of the undisturbed run.
         traces: number of processes -> trace of its first process.
+        rank_traces: number of processes -> trace of each of them.
         folders: name -> folder of files that cases copy.
     """
 
@@ -117,6 +118,7 @@ class World:
     folder: Path
     references: dict[int, dict[str, str]] = field(default_factory=dict)
     traces: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    rank_traces: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -149,6 +151,7 @@ def undisturbed(world: World, processes: int) -> Callable[[Path], Case]:
                     return Outcome(f"undisturbed:{processes}", "undisturbed", "wrong message", detail)
             found.append(fingerprint(own / "run"))
         world.references[processes], world.traces[processes] = found[0], results[0].trace
+        world.rank_traces[processes] = [result.trace for result in results]
         world.folders[f"finished {processes}"] = own
         unequal = difference(*found)
         if processes == 1 and not unequal and not (own / "run" / "best").is_file():
