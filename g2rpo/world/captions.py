@@ -8,7 +8,9 @@ Captions are generated as token ids on the device of the scenes (a million per s
 """
 
 import re
+from collections.abc import Sequence
 from functools import cache, lru_cache
+from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -180,6 +182,12 @@ _COLOUR = "|".join(COLOUR_NAMES)
 _BACKGROUND = re.compile(rf"\b(?P<a>{_COLOUR}) background\b|\b(?:on|in front of)(?: an?)? (?P<b>{_COLOUR})$")
 
 
+def _groups_in(words: str) -> re.Match[str] | None:
+    """Returns the match of the only group or pair of groups; None if there is none, or another one."""
+    match = _PAIR.search(words)
+    return None if match is None or _PAIR.search(words, match.end()) is not None else match
+
+
 def parse(text: str) -> Compositions | None:
     """Reads a caption back into one composition.
 
@@ -188,8 +196,8 @@ def parse(text: str) -> Compositions | None:
         outside the grammar, for example with more than two groups or five objects.
     """
     words = " ".join(re.findall(r"[a-z]+", text.lower()))
-    match = _PAIR.search(words)
-    if match is None or _PAIR.search(words, match.end()) is not None:
+    match = _groups_in(words)
+    if match is None:
         return None
     number = {"a": 1, "an": 1} | {word: i + 1 for i, word in enumerate(NUMBERS)}
     second = match["n1"] is not None
@@ -213,14 +221,19 @@ def parse(text: str) -> Compositions | None:
 # be learned within minutes.
 DEMO_PROMPTS = ("four red circles", "five blue diamonds")
 PROMPT_SETS = ("train", "heldout", "demo")
+NUM_PROMPTS = 2000
+"""Number of prompts of "train" and of "heldout". Sets of this size are files of the package
+(assets/prompts/NAME.txt, the lines of `generated_prompts(NAME, NUM_PROMPTS)`): they are read within
+milliseconds, and do not depend on the random numbers of a version of torch."""
 
 
-def prompt_set(name: str, num: int = 2000) -> list[tuple[str, dict]]:
+def prompt_set(name: str, num: int = NUM_PROMPTS) -> list[tuple[str, dict]]:
     """Returns the prompts of a set with their metadata.
 
     Args:
         name: "demo", or "train" and "heldout", which are disjoint and have one group in half of their scenes.
-        num: largest number of prompts of "train" and "heldout".
+        num: largest number of prompts of "train" and "heldout". Sets of different sizes are drawn separately,
+            so a small one is not the beginning of a large one.
 
     Raises:
         ValueError: the name is unknown.
@@ -230,18 +243,26 @@ def prompt_set(name: str, num: int = 2000) -> list[tuple[str, dict]]:
     return [(text, {"groups": groups}) for text, groups in _prompts_with_groups(name, num)]
 
 
+def generated_prompts(name: str, num: int) -> list[str]:
+    """Generates at most `num` different captions for the set "train" or "heldout"."""
+    generator = torch.Generator().manual_seed(20251002 + PROMPT_SETS.index(name))
+    scenes = sample_compositions(2 * num, generator, held_out=name == "heldout", two_groups=0.5)
+    return list(dict.fromkeys(captions(scenes, generator)))[:num]
+
+
 @cache
 def _prompts_with_groups(name: str, num: int) -> tuple[tuple[str, int], ...]:
-    """Generates the prompts of a set and the number of groups in each; a run reads its sets several times."""
+    """The prompts of a set and the number of groups in each; a run reads its sets several times."""
+    texts: Sequence[str]
     if name == "demo":
-        texts = list(DEMO_PROMPTS)
+        texts = DEMO_PROMPTS
+    elif num == NUM_PROMPTS:
+        texts = (files("g2rpo") / "assets" / "prompts" / f"{name}.txt").read_text("utf-8").splitlines()
     else:
-        generator = torch.Generator().manual_seed(20251002 + PROMPT_SETS.index(name))
-        scenes = sample_compositions(2 * num, generator, held_out=name == "heldout", two_groups=0.5)
-        texts = list(dict.fromkeys(captions(scenes, generator)))[:num]
+        texts = generated_prompts(name, num)
     return tuple((text, _num_groups(text)) for text in texts)
 
 
-def _num_groups(text: str) -> int:
-    scene = parse(text)
-    return 0 if scene is None else int((scene.count[0] > 0).sum())
+def _num_groups(caption: str) -> int:
+    match = _groups_in(caption)
+    return 0 if match is None else 1 + (match["n1"] is not None)

@@ -8,11 +8,13 @@ from g2rpo.world.captions import (
     DEMO_PROMPTS,
     EOS,
     MAX_TOKENS,
+    NUM_PROMPTS,
     PAD,
     VOCABULARY,
     caption_ids,
     captions,
     empty_caption,
+    generated_prompts,
     parse,
     prompt_set,
     spell,
@@ -173,6 +175,13 @@ def test_prompt_sets_are_disjoint_repeatable_and_in_the_grammar():
         columns = [every.count, every.colour, every.shape, every.relation[:, None]]
         seen.append({tuple(row) for row in torch.cat(columns, 1).tolist()})
     assert not seen[0] & seen[1]
+
+
+@pytest.mark.parametrize("name", ["train", "heldout"])
+def test_the_stored_sets_are_those_that_are_generated(name):
+    """If it fails after an update of torch, its random numbers changed: the files stay as they are."""
+    texts = [text for text, _ in prompt_set(name)]
+    assert texts == generated_prompts(name, NUM_PROMPTS) and len(texts) == NUM_PROMPTS
 
 
 def test_demo_prompts_are_in_the_grammar():
