@@ -141,4 +141,4 @@ def test_a_server_that_breaks_down_during_a_run(run, capsys):
         reason = rf"no score from http \(of 7 samples 7 x {judge.address}: HTTP 500\)"
         with pytest.raises(RunStopped, match=f"{reason}.*A checkpoint of iteration 1 is in"):
             run(rewards={"http": 1.0}, reward_options={"http": options})
-    assert f"http: {judge.address}, 8 images per request" in capsys.readouterr().out
+    assert f"http: {judge.address}, 8 pictures a request" in capsys.readouterr().out

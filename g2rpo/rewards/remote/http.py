@@ -55,8 +55,12 @@ class Http:
         return torch.tensor(scores, dtype=torch.float32)
 
     def describe(self) -> str:
-        """Names the servers in one line, for the log. Evaluations store this text and compare it."""
-        return f"http: {', '.join(self.servers.urls)}, {self.batch} images per request"
+        """Names the servers in one line, for the log.
+
+        Runs store this text with their evaluations and compare it: with other words, a resumed run would take
+        the same servers for another reward.
+        """
+        return f"http: {', '.join(self.servers.urls)}, {self.batch} pictures a request"
 
 
 def read_scores(answer: Any, n: int) -> list[float | Failure]:
