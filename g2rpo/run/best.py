@@ -31,19 +31,17 @@ def _evaluations(out: str | Path, reward: str, until: int) -> dict[int, float]:
         step = STEP.fullmatch(file.stem)
         if step is None or int(step[1]) > until or int(step[1]) in means:
             continue
-        scores = (_record(file) or {}).get("scores", {}).get(reward, [])
+        try:
+            scores = read_record(file).get("scores", {}).get(reward, [])
+        except DamagedFile as error:
+            warn_once(
+                f"{error}; metrics.jsonl lacks its mean as well, so this evaluation is ignored when the best "
+                "checkpoint is chosen"
+            )
+            continue
         if finite := [score for score in scores if score is not None and math.isfinite(score)]:
             means[int(step[1])] = math.fsum(finite) / len(finite)
     return means
-
-
-def _record(file: Path) -> dict[str, Any] | None:
-    """The record of an evaluation, empty if there is none; None: it is damaged."""
-    try:
-        return read_record(file) if file.is_file() else {}
-    except DamagedFile as error:
-        warn_once(f"{error}; its mean is taken from metrics.jsonl, assuming the same prompts and seeds")
-        return None
 
 
 def _kind(out: Path, step: int, reward: str) -> list[Any] | None:
@@ -52,8 +50,11 @@ def _kind(out: Path, step: int, reward: str) -> list[Any] | None:
     None: the record is damaged. Its mean is in metrics.jsonl, too, and counts as one of the same kind, so
     that a better checkpoint is not given up.
     """
-    record = _record(out / "evaluations" / f"{step_name(step)}.json")
-    if record is None:
+    file = out / "evaluations" / f"{step_name(step)}.json"
+    try:
+        record = read_record(file) if file.is_file() else {}
+    except DamagedFile as error:
+        warn_once(f"{error}; its mean is taken from metrics.jsonl, assuming the same prompts and seeds")
         return None
     images = [record.get(name) for name in ("prompts", "seeds", "num_steps")]
     return [*images, *(record.get(name, {}).get(reward) for name in ("judges", "options"))]

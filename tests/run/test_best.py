@@ -170,13 +170,18 @@ def test_an_evaluation_that_an_interrupt_cut_off_still_counts(train):
 
 
 @pytest.mark.parametrize("kept", ["", "step 2"])
-def test_lost_lines_of_metrics_make_no_worse_model_the_best(train, kept):
+def test_lost_lines_of_metrics_make_no_worse_model_the_best(train, kept, caplog):
     done = train([0.5, 0.2, 0.3], iterations=2)
     metrics = done.out / "metrics.jsonl"
     lines = [line for line in metrics.read_text().splitlines() if kept and '"step": 2' in line]
     metrics.write_text("".join(f"{line}\n" for line in lines))
-    train([0.4], iterations=3)  # above the last one, below the untrained model
+    if not kept:  # an evaluation of which nothing is left is ignored, and named
+        (done.out / "evaluations" / "step_000001.json").write_text("")
+    # Above the last one, below the untrained model; iteration 2 is evaluated again where its line is lost.
+    train([0.4, 0.4], iterations=3)
     assert not (done.out / "best").exists()
+    ignored = [text for text in caplog.messages if "step_000001.json" in text and "is ignored" in text]
+    assert len(ignored) == (0 if kept else 1)
     train([0.6], iterations=4)
     assert (done.out / "best").read_text().startswith("step_000004 ")
 
