@@ -75,6 +75,8 @@ def _print_result(run: Run, settings: Settings) -> None:
 
 
 def _scores(change: Change) -> tuple[str, ...]:
-    numbers = (f"{change.before:.4f}", f"{change.after:.4f}", f"{change.difference:+.4f}")
+    from g2rpo.evaluation.tables import number
+
+    numbers = (number(change.before), number(change.after), number(change.difference, "+"))
     name = change.reward + " *" * change.trained
-    return (change.image_set, name, *numbers, f"{change.difference_se:.4f}", str(change.num))
+    return (change.image_set, name, *numbers, number(change.difference_se), str(change.num))

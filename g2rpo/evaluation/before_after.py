@@ -6,6 +6,7 @@ standard error is that of the mean of these differences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.data.prompts import Prompt
+from g2rpo.evaluation import tables
 from g2rpo.evaluation.monitor import Evaluator, ImageSet
 from g2rpo.evaluation.stats import mean_and_error
 from g2rpo.inference.figures import Section, pair_columns, pairs, tiled
@@ -260,7 +262,7 @@ class Change:
         num: number of images with a score before and after, which all numbers below are over.
         before, after, difference: means.
         difference_se: standard error of the paired difference.
-        base_std: standard deviation of the scores before.
+        base_std: standard deviation of the scores before; NaN of fewer than two.
     """
 
     image_set: str
@@ -300,7 +302,7 @@ def changes_of(
                 new.mean().item(),
                 float(difference),
                 float(error),
-                old.std().item(),
+                old.std().item() if len(old) > 1 else math.nan,
             )
         )
     return rows
@@ -315,8 +317,9 @@ def markdown(changes: Sequence[Change]) -> str:
     for c in changes:
         name = f"**{c.reward}** (trained)" if c.trained else c.reward
         lines.append(
-            f"| {c.image_set} | {name} | {c.num} | {c.before:.4f} | {c.after:.4f} | "
-            f"{c.difference:+.4f} ± {c.difference_se:.4f} | {c.difference / max(c.base_std, 1e-12):+.2f} |"
+            f"| {c.image_set} | {name} | {c.num} | {tables.number(c.before)} | {tables.number(c.after)} | "
+            f"{tables.number(c.difference, '+')} ± {tables.number(c.difference_se)} | "
+            f"{tables.number(c.difference / max(c.base_std, 1e-12), '+', 2)} |"
         )
     return "\n".join(lines) + "\n"
 

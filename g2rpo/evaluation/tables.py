@@ -51,9 +51,9 @@ def split(mean: Mean, difference: Difference | None) -> tuple[str, str]:
     return own, f"{number(difference.mean, '+')} [{low}, {high}]"
 
 
-def number(value: float, sign: str = "") -> str:
-    """Formats four decimals; NaN and infinities become a dash."""
-    return f"{value:{sign}.4f}" if math.isfinite(value) else "–"
+def number(value: float, sign: str = "", decimals: int = 4) -> str:
+    """Formats a number with so many decimals; NaN and infinities become a dash."""
+    return f"{value:{sign}.{decimals}f}" if math.isfinite(value) else "–"
 
 
 def notes(means: Mapping[Key, Mean], differences: Mapping[Key, Difference]) -> Iterator[str]:

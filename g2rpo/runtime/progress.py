@@ -127,7 +127,7 @@ class RunStatus:
     def cells(self) -> list[str]:
         """Its parts as short texts, in the order in which they are shown, without the samples."""
         cells = [f"iteration {self.iteration}/{self.iterations}"]
-        cells += [f"{name} {value:.4f}{_change(change)}" for name, (value, change) in self.rewards.items()]
+        cells += [f"{name} {_score(value, change)}" for name, (value, change) in self.rewards.items()]
         if self.invalid_share is not None:
             cells.append(f"invalid {100 * self.invalid_share:.1f}%")
         if self.nfe_per_second:
@@ -141,15 +141,18 @@ class RunStatus:
     def evaluation_cells(self) -> list[str]:
         """The last evaluation, one text per reward."""
         return [
-            f"{name} {value:.4f}{_change(gain, error)}"
-            for name, (value, gain, error) in self.evaluations.items()
+            f"{name} {_score(value, gain, error)}" for name, (value, gain, error) in self.evaluations.items()
         ]
 
 
-def _change(change: float | None, error: float | None = None) -> str:
-    if change is None:
-        return ""
-    return f" ({change:+.4f})" if error is None else f" ({change:+.4f} ± {error:.4f})"
+def _score(value: float, change: float | None, error: float | None = None) -> str:
+    """Formats a mean with its change and the change's standard error, as far as they are numbers."""
+    if not math.isfinite(value):
+        return "no score"
+    if change is None or not math.isfinite(change):
+        return f"{value:.4f}"
+    uncertainty = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}"
+    return f"{value:.4f} ({change:+.4f}{uncertainty})"
 
 
 class Display(Protocol):

@@ -82,7 +82,7 @@ def check_prompts(rewards: Mapping[str, CheckedReward], settings: Settings, prom
             note(f"{text}. Their samples are left out")
             continue
         raise ValueError(
-            f"{text}. At most {settings.max_invalid_fraction:.0%} of the samples may have no score "
+            f"{text}. At most {100 * settings.max_invalid_fraction:.3g}% of the samples may have no score "
             "(max_invalid_fraction). Give prompts that it can score, or another reward (rewards.NAME=1.0; "
             f"rewards.{name}=none removes this one)"
         )

@@ -1,12 +1,21 @@
 """Progress of long work: phases within phases, plain lines, and what a run computes for its display."""
 
+import math
 import threading
 import time
 
 import pytest
 
 from g2rpo.runtime import progress
-from g2rpo.runtime.progress import Lines, RunProgress, current_display, format_seconds, phase, showing
+from g2rpo.runtime.progress import (
+    Lines,
+    RunProgress,
+    RunStatus,
+    current_display,
+    format_seconds,
+    phase,
+    showing,
+)
 
 
 class Recorded:
@@ -211,6 +220,22 @@ def test_changes_are_since_the_first_iteration_with_a_score(recorded):
     resumed = RunProgress(9, done=2, metrics=[line(1) | {"reward/verifier": None}, line(2)])
     resumed.update(line(5))
     assert recorded.states[-1][0].rewards["verifier"][1] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    "gain, error, text",
+    [
+        (0.01, 0.003, "clip 0.5000 (+0.0100 ± 0.0030)"),
+        (0.01, math.nan, "clip 0.5000 (+0.0100)"),  # one image
+        (math.nan, math.nan, "clip 0.5000"),  # no image has a score before and after
+        (None, None, "clip 0.5000"),
+    ],
+)
+def test_an_evaluation_shows_only_numbers(gain, error, text):
+    assert RunStatus(1, 2, evaluations={"clip": (0.5, gain, error)}).evaluation_cells() == [text]
+    assert RunStatus(1, 2, evaluations={"clip": (math.nan, gain, error)}).evaluation_cells() == [
+        "clip no score"
+    ]
 
 
 def test_counting_costs_nothing():
