@@ -6,8 +6,8 @@
 
 A failing run is trained with the first seed, a healthy one with every seed. All of them share
 results/compare/joint.toml. OUT gets a folder per run, guard_runs.json, guard_runs.md and guard_runs.tar.gz
-(metrics, warnings and evaluation records of all runs, without weights). Finished runs are not repeated, and
-interrupted ones go on.
+(metrics and warnings of all runs, evaluation records of the healthy ones, no weights). Finished runs are not
+repeated, and interrupted ones go on.
 
 The thresholds in g2rpo/training/guard_rule.py were set on other seeds than those of the final evidence
 (docs/guard.md).
@@ -28,24 +28,28 @@ BASE = ROOT / "results" / "compare" / "joint.toml"
 HELD_OUT = "verifier"
 
 FAILING = {
-    "hacked_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=192 "
-    "eval_every=4 num_eval_prompts=2000 rewards={tiny_preference=1.0} "
+    "hacked_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 warmup_iterations=25 "
+    "iterations=180 eval_every=3 rewards={tiny_preference=1.0} "
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
     "rate_too_high": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=1e-4 iterations=100 "
-    "eval_every=2 num_eval_prompts=2000",
-    "tails_too_coarse": "algorithm=g2rpo granularities=[3] train_steps=5 eta=1.0 lr=3e-5 iterations=100 "
-    "eval_every=2 num_eval_prompts=2000",
-    "growing_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 iterations=120 "
-    'eval_every=2 num_eval_prompts=2000 rewards={"guard_rewards:Growing"=1.0} '
+    "eval_every=2",
+    "tails_too_coarse": "algorithm=g2rpo granularities=[3] train_steps=5 eta=1.0 lr=3e-5 iterations=90 "
+    "eval_every=2",
+    "growing_reward": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 warmup_iterations=25 "
+    'iterations=96 eval_every=2 rewards={"guard_rewards:Growing"=1.0} '
     'eval_rewards=["tiny_clip","verifier","verifier_strict"]',
 }
 """Name -> settings of the runs that should trip the guard.
 
 That half of a gain is lost can be told from noise, 2.5 standard errors, only if the gain has more than 5 of
-them. So these are settings with which earlier runs gained 0.03 to 0.05 before they failed; the standard error
-is about 0.007 with 512 images, 0.005 with 1024 and 0.0035 with 2000. The evaluations are so frequent that
-several fall into the loss of the first half.
+them. So these are settings with which earlier runs gained 0.03 to 0.05 before they failed, and each is
+evaluated on FAILING_IMAGES images: the standard error of a gain is about 0.007 with 512 images, 0.005 with
+1,024 and 0.0025 with 4,000. The evaluations are so frequent that several fall into the first half of the
+loss. The long warm-up keeps the first iterations from losing what they gained before the reward is hacked.
 """
+
+FAILING_IMAGES = 4000
+"""Images per evaluation of a failing run, of as many held-out prompts; world:heldout has 2,000."""
 
 HEALTHY = {
     "g2rpo": "algorithm=g2rpo granularities=[2] train_steps=5 eta=1.0 lr=3e-5 lr_schedule=cosine "
@@ -61,7 +65,9 @@ HEALTHY = {
 }
 """Name -> settings of the methods that should not, with the rates and schedules of docs/comparison.md."""
 
-KEPT = ("config.toml", "metrics.jsonl", "warnings.jsonl", "evaluations/*.json")
+KEPT = ("config.toml", "metrics.jsonl", "warnings.jsonl")
+RECORDS = "evaluations/*.json"
+"""Records of the healthy runs; those of FAILING_IMAGES images are too large to copy."""
 
 
 @dataclass
@@ -108,9 +114,15 @@ class Report:
         return first is not None and (self.half_lost is None or first < self.half_lost)
 
 
-def runs(seeds: list[int], only: str) -> dict[str, tuple[str, int, bool]]:
+def prompts_file(out: Path) -> Path:
+    """Where the held-out prompts of the failing runs are."""
+    return out / "heldout.txt"
+
+
+def runs(out: Path, seeds: list[int], only: str) -> dict[str, tuple[str, int, bool]]:
     """Name -> settings, seed, and whether the run is made to fail."""
-    made = {name: (text, seeds[0], True) for name, text in FAILING.items()}
+    images = f"eval_prompts={prompts_file(out)} num_eval_prompts={FAILING_IMAGES}"
+    made = {name: (f"{text} {images}", seeds[0], True) for name, text in FAILING.items()}
     made |= {f"{name}_{seed}": (text, seed, False) for name, text in HEALTHY.items() for seed in seeds}
     return {
         name: run for name, run in made.items() if not only or any(part in name for part in only.split(","))
@@ -128,8 +140,11 @@ def train_all(out: Path, chosen: dict[str, tuple[str, int, bool]], jobs: int, mo
     """Trains what is not finished, `jobs` runs at a time."""
     from g2rpo.comparison.launcher import Job, train_side_by_side
     from g2rpo.run.run import is_finished
+    from g2rpo.world.captions import generated_prompts
 
     out.mkdir(parents=True, exist_ok=True)
+    prompts = generated_prompts("heldout", FAILING_IMAGES)
+    prompts_file(out).write_text("\n".join(prompts) + "\n", encoding="utf-8")
     waiting = []
     for name, (text, seed, _) in chosen.items():
         settings = settings_of(out, name, text, seed, more)
@@ -222,7 +237,7 @@ def pack(out: Path, reports: list[Report]) -> None:
     """Writes an archive of what a report is made from, small enough to copy from another machine."""
     with tarfile.open(out / "guard_runs.tar.gz", "w:gz") as archive:
         for report in reports:
-            for pattern in KEPT:
+            for pattern in KEPT if report.fails else (*KEPT, RECORDS):
                 for path in sorted((out / report.name).glob(pattern)):
                     archive.add(path, path.relative_to(out))
 
@@ -245,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--replay", action="store_true", help="apply the present rule to the stored records")
     given = parser.parse_args(arguments)
     out = given.out.absolute()
-    chosen = runs([int(seed) for seed in given.seeds.split(",")], given.only)
+    chosen = runs(out, [int(seed) for seed in given.seeds.split(",")], given.only)
     if given.action == "run":
         train_all(out, chosen, given.jobs, given.set)
     reports = [

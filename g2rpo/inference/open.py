@@ -66,7 +66,7 @@ def open_policy(
     max_sequence_length: int | None = None,
     sigma_rounding: SigmaRounding | None = None,
 ) -> Policy:
-    """Opens the policy that `model` names (see the top of this file).
+    """Opens the policy that `model` names (see the top of this file), for sampling.
 
     For a fair comparison, pass the first policy's `conditions` when the second is opened.
 
@@ -98,7 +98,7 @@ def open_policy(
         policy, _, _ = open_run(path, device=device, family=family, changes=changes)
         return policy
     name, options = named_options(model, base, changes, family)
-    return load_policy(name, options, device=device, family=family)
+    return load_policy(name, replace(options, trainable=False), device=device, family=family)
 
 
 def named_options(

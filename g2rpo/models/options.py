@@ -65,6 +65,9 @@ class PolicyOptions:
         gradient_checkpointing: whether blocks are recomputed in the backward pass, which saves memory and
             costs one more forward.
         compile_blocks: whether forwards without gradient, and on a GPU the decoder, use torch.compile.
+        trainable: whether the policy can be trained. A model without adapters that is only sampled is stored
+            in the dtype of its forwards: a bfloat16 model needs a third of the memory, because it has neither
+            float32 weights nor the copies that autocast makes of them.
 
     Raises:
         ValueError: a value is not allowed, or options contradict each other.
@@ -85,6 +88,7 @@ class PolicyOptions:
     weights: tuple[Path, ...] = ()
     gradient_checkpointing: bool = False
     compile_blocks: bool = False
+    trainable: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "resolution", as_resolution(self.resolution))
@@ -129,8 +133,8 @@ class PolicyOptions:
         return values
 
 
-OPTION_NAMES = tuple(field.name for field in fields(PolicyOptions))
-"""Names of all options."""
+OPTION_NAMES = tuple(field.name for field in fields(PolicyOptions) if field.name != "trainable")
+"""Names of the options that the settings of a run have too; its policy is always trainable."""
 
 
 def as_resolution(value: Any) -> Size | None:

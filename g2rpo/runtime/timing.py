@@ -22,6 +22,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"peak_memory_gb": max(gathered(peak))}
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Starts the measurement of `peak_memory` anew, without what this process did before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
 class Timer:
     """Measures seconds per part. On a GPU the laps are events in its queue, which are read at the end."""
 

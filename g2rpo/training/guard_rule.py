@@ -63,7 +63,7 @@ SMALLEST_SPREAD = 0.3
 LATENT_LIMITS = (0.6, 1.6)
 """Root mean square of the latents relative to the first block."""
 
-DRIFT_SHARE, DRIFT_NOISE = 0.1, 4.0
+DRIFT_SHARE, DRIFT_NOISE = 0.05, 4.0
 """A reward has drifted if the scores of the same images changed, in root mean square, by DRIFT_SHARE of their
 standard deviation over the images, and by DRIFT_NOISE times what two calls before training differed by."""
 FEWEST_FIRST_IMAGES = 8

@@ -70,7 +70,7 @@ from g2rpo.runtime.processes import (
 from g2rpo.runtime.progress import RunProgress, note, phase
 from g2rpo.runtime.random import random_state, seed_everything
 from g2rpo.runtime.sharding import check_sharded, sharding_mesh
-from g2rpo.runtime.timing import Timer, peak_memory
+from g2rpo.runtime.timing import Timer, forget_peak_memory, peak_memory
 from g2rpo.training.components import Components, fingerprint
 from g2rpo.training.curriculum import Curriculum
 from g2rpo.training.ema import follow, swapped_weights, update_ema
@@ -121,6 +121,11 @@ def _check_before_loading(settings: Settings) -> None:
         check_installed(settings.loggers)
 
 
+def _start_processes(device: torch.device) -> None:
+    start_processes(device)
+    forget_peak_memory(device)
+
+
 def _use_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS sums as memory allows
     torch.use_deterministic_algorithms(True)
@@ -166,7 +171,7 @@ class Trainer:
                 f"among {processes} processes; use a multiple of {processes}, or start fewer processes"
             )
         device = resolve_device(settings.device)
-        start_processes(device)
+        _start_processes(device)
         mesh = sharding_mesh(device, settings.shard_size)
         self.settings = settings
         self.out = Path(settings.out)

@@ -24,24 +24,27 @@ def tool():
 
 
 def test_four_runs_fail_and_ten_are_healthy(tool, tmp_path):
-    chosen = tool.runs([71, 72], "")
+    chosen = tool.runs(tmp_path, [71, 72], "")
     assert sum(fails for _, _, fails in chosen.values()) == 4 and len(chosen) == 14
+    tool.prompts_file(tmp_path).write_text("a red circle\n")
     for name, (text, seed, fails) in chosen.items():
         settings = tool.settings_of(tmp_path, name, text, seed, [])
         assert (
             settings.eval_every
-            and settings.num_eval_prompts == (2000 if fails else 512)
+            and settings.num_eval_prompts == (tool.FAILING_IMAGES if fails else 512)
             and settings.on_warning == "warn"
         )
         assert tool.HELD_OUT in settings.eval_rewards and tool.HELD_OUT not in settings.rewards
         assert fails or list(settings.rewards) == ["tiny_preference", "tiny_clip"]
         assert settings.out == str(tmp_path / name)
     assert len({tool.settings_of(tmp_path, n, t, s, []).algorithm for n, (t, s, _) in chosen.items()}) == 5
-    assert list(tool.runs([1], "nft,coarse")) == ["tails_too_coarse", "nft_1"]
+    assert list(tool.runs(tmp_path, [1], "nft,coarse")) == ["tails_too_coarse", "nft_1"]
 
 
 def write_run(tool, folder, name, gains, warn_at=None, iterations=6):
-    text, seed, _ = tool.runs([1], "")[name]
+    text, seed, _ = tool.runs(folder, [1], "")[name]
+    folder.mkdir(exist_ok=True)
+    tool.prompts_file(folder).write_text("a red circle\n")
     settings = tool.settings_of(folder, name, text, seed, [f"iterations={iterations}", "eval_every=2"])
     out = folder / name
     (out / "evaluations").mkdir(parents=True)

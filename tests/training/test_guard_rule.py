@@ -269,7 +269,8 @@ def rescored(changes, noise=0.0, images=16, spread=0.1):
     ("changes", "noise", "found"),
     [
         ([0.0, 0.0], 0.0, False),
-        ([0.005, 0.005], 0.0, False),  # less than a tenth of the spread
+        ([0.003, 0.003], 0.0, False),  # less than a twentieth of the spread
+        ([0.006, 0.006], 0.0, True),
         ([0.03, 0.03], 0.0, True),
         ([0.03, 0.0], 0.0, False),  # the present evaluation decides
         ([0.0, 0.03], 0.0, False),  # and must not be alone

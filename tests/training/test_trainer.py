@@ -94,6 +94,20 @@ def first_iteration(tmp_path_factory, cache):
     return g2rpo.train("tiny", **SMALL, cache=cache, out=str(out), iterations=1).metrics[-1]
 
 
+def test_the_peak_memory_of_a_run_starts_before_its_model_is_loaded(run, monkeypatch):
+    order = []
+    for name in ("forget_peak_memory", "embed_missing", "load_policy"):
+        original = getattr(trainer, name)
+
+        def called(*given, name=name, original=original, **named):
+            order.append(name)
+            return original(*given, **named)
+
+        monkeypatch.setattr(trainer, name, called)
+    run(iterations=1)
+    assert order == ["forget_peak_memory", "embed_missing", "load_policy"]
+
+
 def test_counted_forwards_are_the_stated_ones(first_iteration):
     line = first_iteration
     settings = load_settings("tiny", {**SMALL, "iterations": 1})

@@ -66,7 +66,12 @@ class Training:
         Sharded weights do not need it, because they are gathered in bfloat16.
         """
         sharded = self.mesh is not None and not self.frozen
-        return self.dtype == torch.bfloat16 and not sharded
+        return self.dtype == torch.bfloat16 and not sharded and not self.only_sampled
+
+    @property
+    def only_sampled(self) -> bool:
+        """Whether nothing is trained: all weights are stored in the dtype of the forwards."""
+        return not self.options.trainable and not self.frozen
 
 
 def make_network(
@@ -113,6 +118,8 @@ def make_network(
             keep_input_dtypes(module)
         if training.mesh is not None:
             _shard(architecture, module, training)
+    if training.only_sampled:
+        module.requires_grad_(False)
     if options.gradient_checkpointing:
         module.enable_gradient_checkpointing()
     if options.compile_blocks:
@@ -158,8 +165,10 @@ def meta_network(architecture: Architecture, config: Mapping[str, Any], training
             f"{loras[0]} is a LoRA, which cannot be added into weights that several processes share; "
             "export it once with its base (g2rpo export --layout diffusers) and train that folder"
         )
-    # A LoRA among the weights is added to the base in float32; bfloat16 would round most of it away.
-    dtype = training.dtype if frozen and not loras else training.master_dtype
+    # Under trained adapters, a LoRA among the weights is added to the base in float32; bfloat16 would round
+    # most of it away.
+    in_compute_dtype = training.only_sampled or (frozen and not loras)
+    dtype = training.dtype if in_compute_dtype else training.master_dtype
     nn.Module.to(module, dtype)  # diffusers' own `to` warns of float32 layers even if there are none
     return module
 
