@@ -115,7 +115,13 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
     return {name: str(Path(getattr(settings, name)).expanduser().absolute()) for name in ("out", "cache")}
 
 
-def _check_before_loading(settings: Settings) -> None:
+def _check_before_loading(settings: Settings, policy: Policy | None) -> None:
+    if policy is not None and not trained_parameters(policy):
+        raise ValueError(
+            "the given policy has no weights to train: none requires a gradient. One that was loaded for "
+            "sampling (trainable=False) cannot be trained; use g2rpo.load_policy with "
+            "PolicyOptions(trainable=True)"
+        )
     check_files(settings)
     if is_first_process():  # the others have no loggers
         check_installed(settings.loggers)
@@ -161,7 +167,7 @@ class Trainer:
         """
         components = Components(policy, rewards, algorithm)
         self.recorded_settings = settings = components.recorded(settings)
-        _check_before_loading(settings)
+        _check_before_loading(settings, policy)
         # Code of a reward may change the working directory; the run stays in its folders.
         settings = settings.model_copy(update=_absolute_folders(settings))
         processes = max(1, environment_number("WORLD_SIZE", 1))

@@ -182,6 +182,15 @@ def test_the_weight_of_a_given_reward_is_that_of_its_recorded_name(tmp_path):
     assert own.settings.rewards == {"injected:red": 0.5, "injected:brightest": 1.0}
 
 
+def test_a_policy_without_weights_to_train_is_refused(tmp_path):
+    for_sampling = g2rpo.load_policy("tiny", g2rpo.PolicyOptions(trainable=False), device="cpu")
+    frozen = Field()
+    frozen.modules["field"].requires_grad_(False)
+    for policy in (for_sampling, frozen):
+        with pytest.raises(ValueError, match=r"no weights to train.*PolicyOptions\(trainable=True\)"):
+            g2rpo.Trainer(settings(tmp_path), policy=policy)
+
+
 def test_only_one_object_is_given(tmp_path):
     """The rest is what the settings say."""
     small = settings(tmp_path, iterations=1, num_steps=3, train_steps=1, granularities=[1])
