@@ -1,7 +1,7 @@
 """The guard on the embedded model: four runs that are made to fail, and healthy runs of five methods.
 
-    python benchmarks/guard_runs.py run OUT --seeds 101,102 --jobs 14     trains, then reports
-    python benchmarks/guard_runs.py report OUT                          reads the same folders again
+    python benchmarks/guard_runs.py run OUT --seeds 101,102 --jobs 14    trains, then reports
+    python benchmarks/guard_runs.py report OUT                         reads the same folders again
     python benchmarks/guard_runs.py report OUT --replay                the present rule on the stored records
 
 A failing run is trained with the first seed, a healthy one with every seed. All of them share
@@ -119,10 +119,9 @@ def prompts_file(out: Path) -> Path:
     return out / "heldout.txt"
 
 
-def runs(out: Path, seeds: list[int], only: str) -> dict[str, tuple[str, int, bool]]:
+def runs(seeds: list[int], only: str) -> dict[str, tuple[str, int, bool]]:
     """Name -> settings, seed, and whether the run is made to fail."""
-    images = f"eval_prompts={prompts_file(out)} num_eval_prompts={FAILING_IMAGES}"
-    made = {name: (f"{text} {images}", seeds[0], True) for name, text in FAILING.items()}
+    made = {name: (text, seeds[0], True) for name, text in FAILING.items()}
     made |= {f"{name}_{seed}": (text, seed, False) for name, text in HEALTHY.items() for seed in seeds}
     return {
         name: run for name, run in made.items() if not only or any(part in name for part in only.split(","))
@@ -131,20 +130,25 @@ def runs(out: Path, seeds: list[int], only: str) -> dict[str, tuple[str, int, bo
 
 def settings_of(out: Path, name: str, text: str, seed: int, more: list[str]):
     """The settings of a run; `text` has key=value pairs that are separated by blanks."""
+    images = [f"eval_prompts={prompts_file(out)}", f"num_eval_prompts={FAILING_IMAGES}"]
+    own = [*text.split(), *(images if name in FAILING else [])]
     from g2rpo.config.load import load_settings
 
-    return load_settings(str(BASE), [*text.split(), f"seed={seed}", f"out={out / name}", *more])
+    return load_settings(str(BASE), [*own, f"seed={seed}", f"out={out / name}", *more])
 
 
 def train_all(out: Path, chosen: dict[str, tuple[str, int, bool]], jobs: int, more: list[str]) -> None:
     """Trains what is not finished, `jobs` runs at a time."""
     from g2rpo.comparison.launcher import Job, train_side_by_side
     from g2rpo.run.run import is_finished
+    from g2rpo.runtime.files import atomic_path
     from g2rpo.world.captions import generated_prompts
 
     out.mkdir(parents=True, exist_ok=True)
-    prompts = generated_prompts("heldout", FAILING_IMAGES)
-    prompts_file(out).write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    if not prompts_file(out).is_file():
+        with atomic_path(prompts_file(out)) as temporary:
+            prompts = generated_prompts("heldout", FAILING_IMAGES)
+            temporary.write_text("\n".join(prompts) + "\n", encoding="utf-8")
     waiting = []
     for name, (text, seed, _) in chosen.items():
         settings = settings_of(out, name, text, seed, more)
@@ -173,7 +177,9 @@ def report_of(folder: Path, fails: bool, replay: bool) -> Report:
     gains = {n: line[f"eval/{HELD_OUT}"] - evaluated[0][f"eval/{HELD_OUT}"] for n, line in evaluated.items()}
     best = max(gains, key=lambda n: gains[n])
     error = evaluated[best].get(f"eval_gain_se/{HELD_OUT}", 0.0)
-    found, margin, closest = replayed(folder, settings, sorted(gains))
+    # The margin is shown of healthy runs only; a failing run from an archive has no records.
+    needed = replay or not fails
+    found, margin, closest = replayed(folder, settings, sorted(gains)) if needed else ([], None, "")
     warned = found if replay else read_warnings(folder)
     fired: dict[str, int] = {}
     for line in warned:
@@ -187,7 +193,17 @@ def report_of(folder: Path, fails: bool, replay: bool) -> Report:
 
 
 def replayed(folder: Path, settings, steps: list[int]) -> tuple[list[dict], float | None, str]:
-    """The findings of the present rule at each evaluation of a run, from its records; the margin."""
+    """The findings of the present rule at each evaluation of a run, from its records; the margin.
+
+    Raises:
+        FileNotFoundError: a record is missing, as those of the failing runs are in an archive.
+    """
+    missing = [step for step in steps if not (folder / "evaluations" / f"step_{step:06d}.json").is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} has no record of the evaluation after iteration {missing[0]}: use "
+            "the folder in which the run was trained"
+        )
     from g2rpo.training.guard import Guard
     from g2rpo.training.guard_rule import confirmations
 
@@ -234,7 +250,10 @@ def table(reports: list[Report]) -> str:
 
 
 def pack(out: Path, reports: list[Report]) -> None:
-    """Writes an archive of what a report is made from, small enough to copy from another machine."""
+    """Writes an archive that is small enough to copy from another machine.
+
+    A report can be made from it again; with --replay of the healthy runs only, whose records it has.
+    """
     with tarfile.open(out / "guard_runs.tar.gz", "w:gz") as archive:
         for report in reports:
             for pattern in KEPT if report.fails else (*KEPT, RECORDS):
@@ -250,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--seeds", default="81,82", help="seeds of the healthy runs; failing ones have the first"
+        "--seeds", default="101,102", help="seeds of the healthy runs; failing ones have the first"
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--only", default="", help="parts of the names of the runs, separated by commas")
@@ -260,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--replay", action="store_true", help="apply the present rule to the stored records")
     given = parser.parse_args(arguments)
     out = given.out.absolute()
-    chosen = runs(out, [int(seed) for seed in given.seeds.split(",")], given.only)
+    chosen = runs([int(seed) for seed in given.seeds.split(",")], given.only)
     if given.action == "run":
         train_all(out, chosen, given.jobs, given.set)
     reports = [

@@ -96,7 +96,7 @@ def check(files: g2rpo.ModelFiles, options: g2rpo.PolicyOptions, mesh: Any) -> N
         value = getattr(options, option.name)
         if option.name == "resolution" and value == Tiles.resolution:
             continue
-        if option.name not in ("guidance", "trainable") and value != getattr(plain, option.name):
+        if option.name != "guidance" and value != getattr(plain, option.name):
             raise ValueError(f"the family of tiles has no {option.name}={value!r}; leave it out")
     if mesh is not None:
         raise ValueError("the family of tiles trains on one process; start it without torchrun")

@@ -98,7 +98,7 @@ def open_policy(
         policy, _, _ = open_run(path, device=device, family=family, changes=changes)
         return policy
     name, options = named_options(model, base, changes, family)
-    return load_policy(name, replace(options, trainable=False), device=device, family=family)
+    return load_policy(name, options, device=device, family=family)
 
 
 def named_options(
@@ -116,7 +116,7 @@ def named_options(
     path = Path(model).expanduser()
     record = export_record(path)
     check_family(record.get("settings", {}).get("family"), family, model)
-    options = PolicyOptions(**with_changes(recorded_conditions(record), changes))
+    options = PolicyOptions(**with_changes(recorded_conditions(record), changes)).for_inference()
     if not is_weights(path):
         return str(model), options
     base, files = base_and_files(path, base)

@@ -45,7 +45,8 @@ class PolicyOptions:
     Attributes:
         precision: "float32"; "tf32": float32 weights with matrix products of 10-bit mantissas on a GPU;
             "bfloat16": autocast over float32 master weights if all weights are trained, or over a frozen
-            bfloat16 base with float32 adapters if lora_rank > 0; or "float64", for tests. The choice between
+            bfloat16 base with float32 adapters if lora_rank > 0, or bfloat16 weights if nothing is trained
+            (`trainable`); or "float64", for tests. The choice between
             float32 and tf32 holds for the process: the policy loaded last sets it for all.
         guidance: guidance scale, an input of guidance-distilled models; no effect on others.
         true_cfg: scale of classifier-free guidance against the negative prompt, v = v0 + true_cfg (v1 - v0),
@@ -65,9 +66,9 @@ class PolicyOptions:
         gradient_checkpointing: whether blocks are recomputed in the backward pass, which saves memory and
             costs one more forward.
         compile_blocks: whether forwards without gradient, and on a GPU the decoder, use torch.compile.
-        trainable: whether the policy can be trained. A model without adapters that is only sampled is stored
-            in the dtype of its forwards: a bfloat16 model needs a third of the memory, because it has neither
-            float32 weights nor the copies that autocast makes of them.
+        trainable: whether the policy can be trained; custom families always get True. Without adapters, a
+            bfloat16 model that is only sampled is stored in bfloat16. It needs a third of the memory, because
+            it has neither float32 weights nor the copies that autocast makes of them.
 
     Raises:
         ValueError: a value is not allowed, or options contradict each other.
@@ -119,7 +120,13 @@ class PolicyOptions:
 
     def for_inference(self) -> PolicyOptions:
         """Returns a copy for sampling, without the options that only make training faster or smaller."""
-        return replace(self, gradient_checkpointing=False, compile_blocks=False, tails_precision="compute")
+        return replace(
+            self,
+            gradient_checkpointing=False,
+            compile_blocks=False,
+            tails_precision="compute",
+            trainable=False,
+        )
 
     def conditions(self) -> dict[str, Any]:
         """Returns the options of CONDITIONS as JSON values, which `of_conditions` reads.

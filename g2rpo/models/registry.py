@@ -226,8 +226,13 @@ def negative_prompt_of(name: str | Path, options: PolicyOptions, *, family: str 
 
 
 def _resolved(family: ModelFamily, files: ModelFiles, options: PolicyOptions) -> PolicyOptions:
-    """Returns the options with the weights that belong to the name and the family's negative prompt."""
+    """Returns the options with the weights that belong to the name and the family's negative prompt.
+
+    Custom families get trainable=True: they may refuse an option that they do not know.
+    """
     negative = options.negative_prompt
     if options.true_cfg != 1 and negative is None:
         negative = family.negative_prompt
-    return replace(options, negative_prompt=negative, weights=(*files.weights, *options.weights))
+    trainable = options.trainable or all(family is not shipped for shipped in families())
+    weights = (*files.weights, *options.weights)
+    return replace(options, negative_prompt=negative, weights=weights, trainable=trainable)

@@ -187,8 +187,8 @@ def drift_findings(evaluations: Sequence[Evaluation]) -> list[Finding]:
             DRIFT,
             name,
             "the trained reward is no longer what it was at the start: "
-            f"{name} gives the images from before training scores that differ by {change:.2f} times their "
-            f"standard deviation (limit {limit:.2f})",
+            f"{name} gives the images from before training scores that differ by {change:.3f} times their "
+            f"standard deviation (limit {limit:.3f})",
             details={"change": change, "limit": limit},
         )
         for name, (change, limit) in now.items()

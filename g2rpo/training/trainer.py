@@ -34,6 +34,7 @@ from g2rpo.evaluation.before_after import Change
 from g2rpo.evaluation.monitor import Evaluator, subject_of
 from g2rpo.evaluation.plots import write_curves
 from g2rpo.flow.schedule import shifted_sigmas
+from g2rpo.models.options import PolicyOptions
 from g2rpo.models.policy import Conditioning, Policy, has_adapters, root_module, trained_parameters
 from g2rpo.models.registry import check_policy, load_policy
 from g2rpo.objectives.base import Context
@@ -116,11 +117,12 @@ def _absolute_folders(settings: Settings) -> dict[str, str]:
 
 
 def _check_before_loading(settings: Settings, policy: Policy | None) -> None:
-    if policy is not None and not trained_parameters(policy):
+    options = getattr(policy, "options", None)
+    for_sampling = isinstance(options, PolicyOptions) and not options.trainable
+    if policy is not None and (for_sampling or not trained_parameters(policy)):
         raise ValueError(
-            "the given policy has no weights to train: none requires a gradient. One that was loaded for "
-            "sampling (trainable=False) cannot be trained; use g2rpo.load_policy with "
-            "PolicyOptions(trainable=True)"
+            "the given policy has no weights to train: it was loaded for sampling (trainable=False), or none "
+            "of its weights requires a gradient; use g2rpo.load_policy with PolicyOptions(trainable=True)"
         )
     check_files(settings)
     if is_first_process():  # the others have no loggers

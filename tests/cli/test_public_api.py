@@ -183,10 +183,11 @@ def test_the_weight_of_a_given_reward_is_that_of_its_recorded_name(tmp_path):
 
 
 def test_a_policy_without_weights_to_train_is_refused(tmp_path):
-    for_sampling = g2rpo.load_policy("tiny", g2rpo.PolicyOptions(trainable=False), device="cpu")
+    options = g2rpo.PolicyOptions(trainable=False), g2rpo.PolicyOptions(trainable=False, lora_rank=2)
+    for_sampling = [g2rpo.load_policy("tiny", given, device="cpu") for given in options]
     frozen = Field()
     frozen.modules["field"].requires_grad_(False)
-    for policy in (for_sampling, frozen):
+    for policy in (*for_sampling, frozen):
         with pytest.raises(ValueError, match=r"no weights to train.*PolicyOptions\(trainable=True\)"):
             g2rpo.Trainer(settings(tmp_path), policy=policy)
 

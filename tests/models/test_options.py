@@ -57,7 +57,7 @@ def test_copies():
     assert options.with_given(guidance=None, lora_rank=8) == PolicyOptions(
         guidance=2.0, compile_blocks=True, gradient_checkpointing=True, lora_rank=8
     )
-    assert options.for_inference() == PolicyOptions(guidance=2.0, lora_rank=4)
+    assert options.for_inference() == PolicyOptions(guidance=2.0, lora_rank=4, trainable=False)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def tool():
 
 
 def test_four_runs_fail_and_ten_are_healthy(tool, tmp_path):
-    chosen = tool.runs(tmp_path, [71, 72], "")
+    chosen = tool.runs([71, 72], "")
     assert sum(fails for _, _, fails in chosen.values()) == 4 and len(chosen) == 14
     tool.prompts_file(tmp_path).write_text("a red circle\n")
     for name, (text, seed, fails) in chosen.items():
@@ -38,11 +38,11 @@ def test_four_runs_fail_and_ten_are_healthy(tool, tmp_path):
         assert fails or list(settings.rewards) == ["tiny_preference", "tiny_clip"]
         assert settings.out == str(tmp_path / name)
     assert len({tool.settings_of(tmp_path, n, t, s, []).algorithm for n, (t, s, _) in chosen.items()}) == 5
-    assert list(tool.runs(tmp_path, [1], "nft,coarse")) == ["tails_too_coarse", "nft_1"]
+    assert list(tool.runs([1], "nft,coarse")) == ["tails_too_coarse", "nft_1"]
 
 
 def write_run(tool, folder, name, gains, warn_at=None, iterations=6):
-    text, seed, _ = tool.runs(folder, [1], "")[name]
+    text, seed, _ = tool.runs([1], "")[name]
     folder.mkdir(exist_ok=True)
     tool.prompts_file(folder).write_text("a red circle\n")
     settings = tool.settings_of(folder, name, text, seed, [f"iterations={iterations}", "eval_every=2"])
@@ -79,6 +79,8 @@ def test_the_report_compares_warnings_with_the_held_out_gain(tool, tmp_path, cap
     assert "| hacked_reward | yes | 6/6 | 4 | +0.0" in capsys.readouterr().out
     with tarfile.open(tmp_path / "guard_runs.tar.gz") as archive:
         assert "nft_1/evaluations/step_000004.json" in archive.getnames()
+        assert "hacked_reward/metrics.jsonl" in archive.getnames()
+        assert not any(name.startswith("hacked_reward/evaluations") for name in archive.getnames())
     # Too late, not at all, in a healthy run, and without all of its metrics.
     write_run(tool, tmp_path / "late", "hacked_reward", [0, 0.04, 0.03, 0.01], warn_at=6)
     write_run(tool, tmp_path / "late", "rate_too_high", [0, 0.04, 0.03, 0.01])
@@ -98,3 +100,9 @@ def test_the_present_rule_can_be_applied_to_stored_records(tool, tmp_path):
     assert tool.main(arguments) == 0
     hacked, healthy = json.loads((tmp_path / "guard_runs.json").read_text())
     assert healthy["fired"] == {} and hacked["fired"]["reward_hacking (verifier)"] == 4
+    with tarfile.open(tmp_path / "guard_runs.tar.gz") as archive:
+        archive.extractall(tmp_path / "archive", filter="data")
+    arguments[1] = str(tmp_path / "archive")
+    with pytest.raises(FileNotFoundError, match=r"hacked_reward has no record of .* after iteration 0"):
+        tool.main(arguments)
+    assert tool.main([*arguments[:-2], "nft_1", "--replay"]) == 0

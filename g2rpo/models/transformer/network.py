@@ -3,7 +3,8 @@
     meta device  ->  (fully_shard)  ->  storage on the device  ->  each tensor, or its rows, from the file
 
 A process therefore holds at most one tensor of the network on the host. On the device it holds its shard (if
-all weights are trained on several processes) or one copy in the compute dtype (under adapters).
+all weights are trained on several processes) or one copy in the compute dtype (under adapters, or if nothing
+is trained).
 """
 
 from __future__ import annotations
@@ -63,14 +64,15 @@ class Training:
     def autocast(self) -> bool:
         """Whether autocast runs bfloat16 forwards over float32 weights.
 
-        Sharded weights do not need it, because they are gathered in bfloat16.
+        Sharded weights do not need it, because they are gathered in bfloat16, nor do weights that are only
+        sampled, which are bfloat16.
         """
         sharded = self.mesh is not None and not self.frozen
         return self.dtype == torch.bfloat16 and not sharded and not self.only_sampled
 
     @property
     def only_sampled(self) -> bool:
-        """Whether nothing is trained: all weights are stored in the dtype of the forwards."""
+        """Whether all weights are stored in the dtype of the forwards, because none is trained."""
         return not self.options.trainable and not self.frozen
 
 
@@ -81,7 +83,7 @@ def make_network(
     device: torch.device,
     training: Training,
 ) -> Any:
-    """Creates a network that is ready to train, in evaluation mode.
+    """Creates a network that is ready to train or, with trainable=False, to sample; in evaluation mode.
 
     Args:
         architecture: class of the network.
@@ -105,6 +107,9 @@ def make_network(
     fill(module)
     for path in options.weights:
         load_weights(architecture, module, path)
+    if training.only_sampled:
+        for parameter in module.parameters():  # float32 where LoRAs were added
+            parameter.data = parameter.data.to(training.dtype)
     if frozen:
         add_lora(
             architecture,
@@ -118,8 +123,6 @@ def make_network(
             keep_input_dtypes(module)
         if training.mesh is not None:
             _shard(architecture, module, training)
-    if training.only_sampled:
-        module.requires_grad_(False)
     if options.gradient_checkpointing:
         module.enable_gradient_checkpointing()
     if options.compile_blocks:
@@ -165,9 +168,8 @@ def meta_network(architecture: Architecture, config: Mapping[str, Any], training
             f"{loras[0]} is a LoRA, which cannot be added into weights that several processes share; "
             "export it once with its base (g2rpo export --layout diffusers) and train that folder"
         )
-    # Under trained adapters, a LoRA among the weights is added to the base in float32; bfloat16 would round
-    # most of it away.
-    in_compute_dtype = training.only_sampled or (frozen and not loras)
+    # A LoRA among the weights is added to the base in float32; bfloat16 would round most of it away.
+    in_compute_dtype = (frozen or training.only_sampled) and not loras
     dtype = training.dtype if in_compute_dtype else training.master_dtype
     nn.Module.to(module, dtype)  # diffusers' own `to` warns of float32 layers even if there are none
     return module

@@ -106,8 +106,8 @@ def load_weights(architecture: Architecture, module: Any, path: Path) -> bool:
 
     Args:
         architecture: class of the network.
-        module: the network. For a LoRA it must not be sharded; of full weights, a sharded module reads only
-            its rows.
+        module: the network. For a LoRA it must be float32 and not sharded; of full weights, a
+            sharded module reads only its rows.
         path: a folder with one of the files that `weight_file` knows, a transformer folder, a model folder
             (its transformer is used), or a `.safetensors` file with a transformer or a LoRA. Keys are in
             diffusers' layout or in the original's, if the architecture has one.
@@ -245,7 +245,7 @@ def _add_lora_file(architecture: Architecture, module: Any, path: Path) -> None:
                 f"{float(down.abs().max()):.3g} and {float(up.abs().max()):.3g}, scale {scale:g}); "
                 "use adapters of a training run that did not diverge"
             )
-        tuned = (weight.to(delta.dtype) + delta).to(weight.dtype)
+        tuned = weight + delta.to(weight.dtype)
         changed = changed or not torch.equal(tuned, weight)
         weight.copy_(tuned)
     if not changed and not note:
