@@ -87,6 +87,8 @@ class Report:
             negative one is beyond; None: no reward fell far enough. By the present rule, not the run's.
         closest: metric and iteration of that evaluation.
         gains: iteration -> gain of the held-out metric.
+        findings: iteration -> kinds and metrics that the present rule finds there, also where a run
+            warned of them before. Empty for a failing run without --replay.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Report:
     margin: float | None
     closest: str
     gains: dict[int, float] = field(default_factory=dict)
+    findings: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -130,10 +133,10 @@ def runs(seeds: list[int], only: str) -> dict[str, tuple[str, int, bool]]:
 
 def settings_of(out: Path, name: str, text: str, seed: int, more: list[str]):
     """The settings of a run; `text` has key=value pairs that are separated by blanks."""
-    images = [f"eval_prompts={prompts_file(out)}", f"num_eval_prompts={FAILING_IMAGES}"]
-    own = [*text.split(), *(images if name in FAILING else [])]
     from g2rpo.config.load import load_settings
 
+    images = [f"eval_prompts={prompts_file(out)}", f"num_eval_prompts={FAILING_IMAGES}"]
+    own = [*text.split(), *(images if name in FAILING else [])]
     return load_settings(str(BASE), [*own, f"seed={seed}", f"out={out / name}", *more])
 
 
@@ -183,13 +186,20 @@ def report_of(folder: Path, fails: bool, replay: bool) -> Report:
     warned = found if replay else read_warnings(folder)
     fired: dict[str, int] = {}
     for line in warned:
-        fired.setdefault(f"{line['kind']} ({line['metric']})", line["step"])
+        fired.setdefault(_name(line), line["step"])
+    findings: dict[int, list[str]] = {}
+    for line in found:
+        findings.setdefault(line["step"], []).append(_name(line))
     first = min(fired.values(), default=None)
     then = None if first is None else gains[max(n for n in gains if n <= first)]
     lost = next((n for n in sorted(gains) if n > best and gains[n] < gains[best] / 2), None)
     done = f"{len(trained)}/{settings.iterations}"
-    ends = (error, margin, closest, gains)
+    ends = (error, margin, closest, gains, findings)
     return Report(folder.name, fails, done, complete, fired, best, gains[best], then, lost, *ends)
+
+
+def _name(warning: dict) -> str:
+    return f"{warning['kind']} ({warning['metric']})"
 
 
 def replayed(folder: Path, settings, steps: list[int]) -> tuple[list[dict], float | None, str]:
@@ -201,8 +211,8 @@ def replayed(folder: Path, settings, steps: list[int]) -> tuple[list[dict], floa
     missing = [step for step in steps if not (folder / "evaluations" / f"step_{step:06d}.json").is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{folder} has no record of the evaluation after iteration {missing[0]}: use "
-            "the folder in which the run was trained"
+            f"{folder} has no record of the evaluation after iteration {missing[0]}; use the folder in which "
+            "the run was trained"
         )
     from g2rpo.training.guard import Guard
     from g2rpo.training.guard_rule import confirmations

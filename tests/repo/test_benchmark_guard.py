@@ -100,6 +100,7 @@ def test_the_present_rule_can_be_applied_to_stored_records(tool, tmp_path):
     assert tool.main(arguments) == 0
     hacked, healthy = json.loads((tmp_path / "guard_runs.json").read_text())
     assert healthy["fired"] == {} and hacked["fired"]["reward_hacking (verifier)"] == 4
+    assert healthy["findings"] == {} and "reward_hacking (verifier)" in hacked["findings"]["6"]
     with tarfile.open(tmp_path / "guard_runs.tar.gz") as archive:
         archive.extractall(tmp_path / "archive", filter="data")
     arguments[1] = str(tmp_path / "archive")
